@@ -1,0 +1,37 @@
+"""Every name that jaxcg takes from outside JAX's documented interface, in one place.
+
+JAX moves these between releases (lowest tested 0.7, highest tested 0.11): a new release that breaks jaxcg is
+mended here and nowhere else.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src import core as _core
+from jax._src.interpreters import partial_eval as _partial_eval
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+__all__ = ["Primitive", "ad", "batching", "match_varying_axes", "mlir", "register_dce", "result_aval"]
+
+_insert_varying: Callable[..., Sequence[Any]] = next(
+    getattr(_core, name)
+    for name in ("auto_insert_reshard", "standard_insert_pvary", "standard_insert_pbroadcast")
+    if hasattr(_core, name)
+)
+
+
+def match_varying_axes(*operands: jax.Array) -> Sequence[jax.Array]:
+    """Inside `shard_map`, make operands vary over the same mesh axes (a no-op anywhere else)."""
+    return _insert_varying(*operands)
+
+
+def result_aval(shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
+    """Abstract value of a result, varying over the mesh axes over which the operand `like` varies."""
+    return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=None)
+
+
+def register_dce(primitive: Primitive, rule: Callable[[list[bool], Any], tuple[list[bool], Any]]) -> None:
+    """Install a dead-code elimination rule: (used outputs, equation) -> (used inputs, smaller equation or None)."""
+    _partial_eval.dce_rules[primitive] = rule

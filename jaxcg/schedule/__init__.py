@@ -1,0 +1,8 @@
+"""Choice of a schedule: how the work of a term set is laid over warps, blocks and launches.
+
+Pure functions of the problem; nothing here knows CUDA text (`jaxcg.codegen` follows what is decided here).
+"""
+
+from jaxcg.schedule.choose import DeviceLimits, Launch, Role, Schedule, choose
+
+__all__ = ["DeviceLimits", "Launch", "Role", "Schedule", "choose"]

@@ -1,0 +1,190 @@
+"""Choose the schedule of a term set.
+
+Three levels. A *role* is a set of paths that read one block of x; a warp does one role for 32 * channels channels.
+A *launch* is a kernel whose blocks hold the warps of some roles, all on the same range of edges. A call is a
+sequence of launches. What decides (measurements of one H200, mace-large):
+
+- The loop code of all roles that share a multiprocessor must fit the instruction cache: up to 20 KB runs free, 24 KB
+  nearly, 56 KB costs 1.5x, 100 KB 3x. So paths are split over launches, first by block of x: x rows, x gradients
+  and weights of different blocks are disjoint, so nothing is read twice but y.
+- Accumulators of a role live in registers: a role that would need more than the budget is split by paths.
+"""
+
+from dataclasses import dataclass
+
+from jaxcg._coupling import Coupling, Path
+from jaxcg._terms import TermSet
+from jaxcg.schedule.cost import RoleCost, count_factors, distinct_columns, estimate
+
+INSTRUCTION_BYTES = 16
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What a schedule may use. The defaults hold on every GPU since sm_80, so one schedule serves all.
+
+    Attributes:
+        shared_bytes: dynamic shared memory a block.
+        registers: registers a thread that a role is planned for; 168 leaves room for 12 warps.
+        code_bytes: loop code of one launch.
+        warps: warps a block.
+        multiprocessors: most multiprocessors that a grid is sized for.
+    """
+
+    shared_bytes: int = 96 * 1024
+    registers: int = 168
+    code_bytes: int = 20 * 1024
+    warps: int = 16
+    multiprocessors: int = 160
+
+
+@dataclass(frozen=True)
+class Role:
+    """Paths of one x block for a range of channels.
+
+    Attributes:
+        paths: numbers into ``coupling.paths``.
+        channels: channels a lane (C).
+        chunk_start: first chunk of 32 * channels channels.
+        chunks: number of chunks, one warp each.
+        cost: the estimate that the choice was made from.
+    """
+
+    paths: tuple[int, ...]
+    channels: int
+    chunk_start: int
+    chunks: int
+    cost: RoleCost
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel.
+
+    Attributes:
+        roles: the roles of a block, warps in this order.
+        batch: edges for which M is made at once, at most 32.
+        blocks_per_multiprocessor: resident blocks that registers are limited for.
+    """
+
+    roles: tuple[Role, ...]
+    batch: int
+    blocks_per_multiprocessor: int
+
+    @property
+    def warps(self) -> int:
+        return sum(role.chunks for role in self.roles)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The launches of a call, in order.
+
+    Attributes:
+        launches: path sets, one kernel each.
+        max_blocks: most blocks of any launch: rows of scratch for receivers that a block boundary cuts.
+    """
+
+    launches: tuple[Launch, ...]
+    max_blocks: int
+
+
+def shared_stride(coupling: Coupling, role: Role) -> int:
+    """Elements between the M rows of two edges: whole quads, an odd number, so that lanes hit different banks."""
+    quads = sum(-(-len(distinct_columns(coupling.paths[p]).columns) // 4) for p in role.paths)
+    return 4 * (quads | 1)
+
+
+def shared_elements(coupling: Coupling, terms: TermSet, roles: tuple[Role, ...], batch: int) -> int:
+    """Shared memory of a block, in elements: M for each role and y operand, y partial sums for each warp."""
+    y_operands = terms.operands.count("y")
+    y_outputs = sum(out.slot == "y" for out in terms.outputs)
+    made = sum(batch * shared_stride(coupling, role) * y_operands for role in roles)
+    return made + y_outputs * sum(role.chunks for role in roles) * batch * coupling.dim_in2
+
+
+def _split(
+    coupling: Coupling, terms: TermSet, block: list[int], channels: int, itemsize: int, budget: int
+) -> list[Role]:
+    """Cut the paths of one x block into roles that fit the register budget (one path is never cut)."""
+    factors = count_factors(terms)
+    cost = lambda paths: estimate(tuple(coupling.paths[p] for p in paths), factors, channels, itemsize)  # noqa: E731
+    mul = coupling.paths[block[0]].mul1
+    chunks = -(-mul // (32 * channels))
+    # Paths with the same y block side by side: a role then sums few components of a y gradient.
+    rest = sorted(block, key=lambda p: (coupling.paths[p].in2_offset, p)) if "Y" in factors.counts else list(block)
+    roles: list[Role] = []
+    while rest:
+        taken = [rest.pop(0)]
+        while rest and cost([*taken, rest[0]]).registers <= budget:
+            taken.append(rest.pop(0))
+        roles.append(Role(tuple(sorted(taken)), channels, 0, chunks, cost(taken)))
+    return roles
+
+
+def _roles_of_block(
+    coupling: Coupling, terms: TermSet, block: list[int], itemsize: int, limits: DeviceLimits
+) -> list[Role]:
+    """The cheapest cut of one x block over channels a lane: fewest instructions an edge, all warps together."""
+    best: tuple[int, list[Role]] | None = None
+    for channels in (1, 2):
+        roles = _split(coupling, terms, block, channels, itemsize, limits.registers)
+        total = sum(role.chunks * role.cost.instructions for role in roles)
+        spills = any(role.cost.registers > 240 for role in roles)
+        if channels > 1 and spills:
+            continue
+        if best is None or total < best[0]:
+            best = (total, roles)
+    assert best is not None
+    cut: list[Role] = []
+    for role in best[1]:
+        for start in range(0, role.chunks, limits.warps):
+            cut.append(Role(role.paths, role.channels, start, min(limits.warps, role.chunks - start), role.cost))
+    return cut
+
+
+def _finish(coupling: Coupling, terms: TermSet, roles: list[Role], itemsize: int, limits: DeviceLimits) -> Launch:
+    packed = tuple(roles)
+    batch = 32
+    while batch > 1 and shared_elements(coupling, terms, packed, batch) * itemsize > limits.shared_bytes:
+        batch //= 2
+    threads = 32 * sum(role.chunks for role in packed)
+    registers = min(255, max(role.cost.registers for role in packed))
+    return Launch(packed, batch, max(1, min(8, 65536 // (threads * (-(-registers // 8) * 8)))))
+
+
+def choose(coupling: Coupling, terms: TermSet, itemsize: int, limits: DeviceLimits = DeviceLimits()) -> Schedule:  # noqa: B008
+    """Lay a term set over launches, roles and lanes.
+
+    Args:
+        coupling: the resolved product: every path channelwise, with an output slot of its own.
+        terms: what to compute.
+        itemsize: 4 for float32, 8 for float64.
+        limits: what a block may use.
+
+    Returns:
+        The schedule, a pure function of the arguments.
+    """
+    blocks: dict[int, list[int]] = {}
+    for number, path in enumerate(coupling.paths):
+        blocks.setdefault(path.in1_block, []).append(number)
+    roles = [role for block in blocks.values() for role in _roles_of_block(coupling, terms, block, itemsize, limits)]
+    launches: list[Launch] = []
+    packed: list[Role] = []
+    for role in roles:
+        grown = [*packed, role]
+        code = sum(r.cost.instructions for r in grown) * INSTRUCTION_BYTES
+        warps = sum(r.chunks for r in grown)
+        shared = shared_elements(coupling, terms, tuple(grown), 8) * itemsize
+        if packed and (code > limits.code_bytes or warps > limits.warps or shared > limits.shared_bytes):
+            launches.append(_finish(coupling, terms, packed, itemsize, limits))
+            grown = [role]
+        packed = grown
+    launches.append(_finish(coupling, terms, packed, itemsize, limits))
+    most = max(launch.blocks_per_multiprocessor for launch in launches)
+    return Schedule(tuple(launches), limits.multiprocessors * most)
+
+
+def paths_of(coupling: Coupling, role: Role) -> tuple[Path, ...]:
+    """The paths of a role."""
+    return tuple(coupling.paths[p] for p in role.paths)
