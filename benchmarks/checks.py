@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+
 from peers import Apply, Convolution, is_ours, jaxcg
 from workloads import ORDERS, SLOT, SMALL, Product, operand_shapes
 
@@ -65,7 +66,9 @@ class Reference:
     def errors(self, convolution: Convolution, dtype: str, orders: Iterable[str]) -> dict[str, float]:
         """Largest relative error of each order, after reordering to the implementation's layout."""
         orders = tuple(orders)
-        take = {slot: _permutation(self.convolution.labels[slot], labels) for slot, labels in convolution.labels.items()}
+        take = {
+            slot: _permutation(self.convolution.labels[slot], labels) for slot, labels in convolution.labels.items()
+        }
         indices = convolution.indices(*self.indices)
         native = {
             name: value if SLOT[name] == "y" else value[:, take[SLOT[name]]] for name, value in self.operands.items()

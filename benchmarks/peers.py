@@ -20,8 +20,8 @@ from typing import Any
 
 import e3nn_jax as e3nn
 import jax
-import jax.numpy as jnp
 import numpy as np
+
 from workloads import Product
 
 Apply = Callable[..., jax.Array]
@@ -43,7 +43,10 @@ class Convolution:
     name: str
     apply: Apply
     labels: dict[str, np.ndarray]
-    indices: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, ...]] = lambda senders, receivers: (senders, receivers)
+    indices: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, ...]] = lambda senders, receivers: (
+        senders,
+        receivers,
+    )
 
 
 def labelled(blocks: Sequence[tuple[int, int, int]], layout: str, group: int = 1) -> np.ndarray:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from _data import build_graph, neighbor_mask, species_of
 from _model import Graph, energies_and_forces
-from _training import Task
+from _training import Params, Task
 from ase import Atoms
 from ase.calculators.calculator import Calculator, all_changes
 from jaxtyping import Array, Float
@@ -29,9 +29,9 @@ class EnergyModelCalculator(Calculator):
         num_compilations: how often the model was compiled so far.
     """
 
-    implemented_properties: ClassVar[list[str]] = ["energy", "forces"]
+    implemented_properties: ClassVar[list[str]] = ["energy", "forces"]  # type: ignore[misc]
 
-    def __init__(self, task: Task, params: dict) -> None:
+    def __init__(self, task: Task, params: Params) -> None:
         super().__init__()
         self.task = task
         self.num_compilations = 0
@@ -95,5 +95,4 @@ def finite_difference_error(atoms: Atoms, step: float = 0.02) -> float:
             moved.calc = atoms.calc
             moved.positions[index] += offset * step
             differences[index] -= weight * moved.get_potential_energy() / (12 * step)
-    atoms.calc.reset()  # it holds the last displaced molecule
     return float(np.abs(differences - forces).max())

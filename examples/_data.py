@@ -90,17 +90,14 @@ def build_graph(
     receivers = np.full(num_edges, num_nodes, np.int32)
     senders[: len(frame)] = frame * num_atoms + sender
     receivers[: len(frame)] = frame * num_atoms + receiver
-    graph = Graph(
-        positions=np.zeros((num_nodes, 3), dtype),
-        species=np.zeros(num_nodes, np.int32),
-        frame=np.full(num_nodes, num_frames, np.int32),
+    padding = num_nodes - num_real
+    return Graph(
+        positions=np.concatenate([positions.reshape(-1, 3), np.zeros((padding, 3))]).astype(dtype),
+        species=np.pad(np.tile(species, num_frames), (0, padding)),
+        frame=np.repeat(np.arange(num_frames + 1, dtype=np.int32), [num_atoms] * num_frames + [padding]),
         senders=senders,
         receivers=receivers,
     )
-    graph.positions[:num_real] = positions.reshape(-1, 3)
-    graph.species[:num_real] = np.tile(species, num_frames)
-    graph.frame[:num_real] = np.repeat(np.arange(num_frames), num_atoms)
-    return graph
 
 
 def edge_capacity(frames: Frames, cutoff: float, batch_size: int) -> int:

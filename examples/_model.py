@@ -1,14 +1,16 @@
 """A NequIP-style energy model in Flax whose message passing is one `jaxcg` convolution per layer."""
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import e3nn_jax as e3nn
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxcg.flax.linen import Convolution
 from jaxtyping import Array, Float, Int
 
-from jaxcg.flax.linen import Convolution
+AnyArray = Array | np.ndarray  # graphs are built with numpy
 
 
 class Graph(NamedTuple):
@@ -25,11 +27,11 @@ class Graph(NamedTuple):
         receivers: ``[num_edges]``, ascending.
     """
 
-    positions: Float[Array, "node 3"]
-    species: Int[Array, " node"]
-    frame: Int[Array, " node"]
-    senders: Int[Array, " edge"]
-    receivers: Int[Array, " edge"]
+    positions: Float[AnyArray, "node 3"]
+    species: Int[AnyArray, " node"]
+    frame: Int[AnyArray, " node"]
+    senders: Int[AnyArray, " edge"]
+    receivers: Int[AnyArray, " edge"]
 
 
 class EnergyModel(nn.Module):
@@ -68,18 +70,18 @@ class EnergyModel(nn.Module):
         """Energies in eV, ``[num_frames]``, up to the constant that the caller adds."""
         num_nodes = graph.positions.shape[0]
         harmonics, radial = edge_features(graph, self.cutoff, self.max_degree, self.num_radial)
-        features = nn.Embed(self.num_species, self.channels, dtype=radial.dtype, param_dtype=radial.dtype)(graph.species)
-        x = e3nn.IrrepsArray(f"{self.channels}x0e", features)
+        embedding = nn.Embed(self.num_species, self.channels, param_dtype=radial.dtype)
+        x = e3nn.IrrepsArray(f"{self.channels}x0e", embedding(graph.species))
         for layer in range(self.num_layers):
             last = layer == self.num_layers - 1
             degrees = range(1) if last else range(self.max_degree + 1)
             gated = e3nn.Irreps([(self.channels, (degree, (-1) ** degree)) for degree in degrees[1:]])
-            irreps = f"{self.channels}x0e" + f" + {gated.num_irreps}x0e + {gated}" * (not last)
+            irreps = e3nn.Irreps(f"{self.channels}x0e") + e3nn.Irreps(f"{gated.num_irreps}x0e") + gated
             self_connection = e3nn.flax.Linear(irreps, num_indexed_weights=self.num_species, force_irreps_out=True)(
                 graph.species, x
             )
             messages = Convolution(
-                filter_ir_out=[irrep for _, irrep in e3nn.Irreps(irreps)],
+                filter_ir_out=[irrep for _, irrep in irreps],
                 hidden=self.hidden,
                 activation=nn.silu,
                 scale=self.average_neighbors**-0.5,
@@ -94,8 +96,8 @@ class EnergyModel(nn.Module):
                 receivers_sorted=True,
             )
             x = e3nn.flax.Linear(irreps, force_irreps_out=True)(messages) + self_connection
-            x = e3nn.gate(x, even_act=nn.silu, even_gate_act=nn.silu)
-        energies = e3nn.flax.Linear("0e", force_irreps_out=True)(x).array[:, 0]
+            x = e3nn.gate(x, even_act=nn.silu, even_gate_act=nn.silu)  # type: ignore[arg-type]
+        energies = e3nn.flax.Linear(e3nn.Irreps("0e"), force_irreps_out=True)(x).array[:, 0]
         return self.energy_scale * jax.ops.segment_sum(energies, graph.frame, num_frames)
 
 
@@ -107,12 +109,13 @@ def edge_features(
     The vector of an edge of zero length has no direction, and the derivative of its length is infinite. Only padding
     has such edges: they are given the length of the cutoff instead, where every radial function is zero.
     """
-    sender_positions = graph.positions.at[graph.senders].get(mode="clip")
-    vectors = graph.positions.at[graph.receivers].get(mode="clip") - sender_positions
+    positions = jnp.asarray(graph.positions)
+    sender_positions = positions.at[graph.senders].get(mode="clip")
+    vectors = positions.at[graph.receivers].get(mode="clip") - sender_positions
     padding = jnp.sum(vectors**2, axis=-1, keepdims=True) == 0
     vectors = jnp.where(padding, jnp.array([0.0, 0.0, cutoff], vectors.dtype), vectors)
     lengths = jnp.linalg.norm(vectors, axis=-1)
-    envelope = e3nn.poly_envelope(5, 2, cutoff)(lengths)
+    envelope = cast(Array, e3nn.poly_envelope(5, 2, cutoff)(lengths))
     radial = e3nn.bessel(lengths, num_radial, cutoff) * envelope[:, None]
     irreps = e3nn.Irreps.spherical_harmonics(max_degree)
     harmonics = e3nn.spherical_harmonics(irreps, vectors, normalize=True, normalization="component")
@@ -125,7 +128,7 @@ def energies_and_forces(
     """Energies in eV, up to the constant, and forces ``-dE/dx`` in eV/A."""
 
     def total_energy(positions: Float[Array, "node 3"]) -> tuple[Float[Array, ""], Float[Array, " frame"]]:
-        energies = model.apply(params, graph._replace(positions=positions), num_frames)
+        energies = cast(Array, model.apply(params, graph._replace(positions=positions), num_frames))
         return jnp.sum(energies), energies
 
     gradient, energies = jax.grad(total_energy, has_aux=True)(graph.positions)

@@ -4,30 +4,32 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from _data import Frames, build_graph, edge_capacity, shuffled_batches, species_of
-from _model import EnergyModel, Graph, energies_and_forces
+from _model import AnyArray, EnergyModel, Graph, energies_and_forces
 from jaxtyping import Array, Float
+
+Params = Any  # the tree of arrays that Flax makes
 
 
 class Batch(NamedTuple):
     """A graph with its labels; with a leading axis, several of them."""
 
     graph: Graph
-    energies: Float[Array, " frame"]
-    forces: Float[Array, "node 3"]
+    energies: Float[AnyArray, " frame"]
+    forces: Float[AnyArray, "node 3"]
 
 
 class TrainState(NamedTuple):
     """What a training step changes. `average` is the running mean of the parameters, which the model is used with."""
 
-    params: dict
-    average: dict
+    params: Params
+    average: Params
     optimizer: optax.OptState
 
 
@@ -59,7 +61,7 @@ class Task:
         forces = frames.forces[indices].reshape(-1, 3).astype(self.dtype)
         return Batch(self.graph(frames, indices, num_edges), energies, forces)
 
-    def initial_params(self, frames: Frames, seed: int) -> dict:
+    def initial_params(self, frames: Frames, seed: int) -> Params:
         """Random parameters."""
         graph = self.graph(frames, np.arange(1), edge_capacity(frames, self.model.cutoff, 1))
         return jax.jit(self.model.init, static_argnums=2)(jax.random.key(seed), graph, 1)
@@ -81,7 +83,7 @@ def make_train_chunk(
     The loss is ``mean |dF|^2 + energy_weight mean (dE / num_atoms)^2``, both over ``energy_scale^2``.
     """
 
-    def loss(params: dict, batch: Batch) -> Float[Array, ""]:
+    def loss(params: Params, batch: Batch) -> Float[Array, ""]:
         num_frames = batch.energies.shape[0]
         energies, forces = energies_and_forces(model, params, batch.graph, num_frames)
         energy_errors = (energies - batch.energies) / (forces.shape[0] / num_frames)
@@ -110,7 +112,7 @@ def train(
     energy_weight: float,
     decay: float,
     seed: int,
-) -> Iterator[tuple[dict, np.ndarray]]:
+) -> Iterator[tuple[Params, np.ndarray]]:
     """Trains, and after every `chunk_size` steps yields the averaged parameters and the chunk's losses."""
     num_edges = edge_capacity(frames, task.model.cutoff, batch_size)
     optimizer = make_optimizer(learning_rate, num_steps)
@@ -124,7 +126,7 @@ def train(
         yield state.average, np.asarray(losses)
 
 
-def make_predict(task: Task, frames: Frames, batch_size: int) -> Callable[[dict], tuple[np.ndarray, np.ndarray]]:
+def make_predict(task: Task, frames: Frames, batch_size: int) -> Callable[[Params], tuple[np.ndarray, np.ndarray]]:
     """A function from parameters to energies ``[num_frames]`` and forces ``[num_frames, num_atoms, 3]`` of `frames`."""
     num_edges = edge_capacity(frames, task.model.cutoff, batch_size)
     compute = jax.jit(functools.partial(energies_and_forces, task.model), static_argnums=2)
@@ -132,7 +134,7 @@ def make_predict(task: Task, frames: Frames, batch_size: int) -> Callable[[dict]
     starts = range(0, len(frames), batch_size)
     graphs = [task.graph(frames, np.arange(start, start + batch_size) % len(frames), num_edges) for start in starts]
 
-    def predict(params: dict) -> tuple[np.ndarray, np.ndarray]:
+    def predict(params: Params) -> tuple[np.ndarray, np.ndarray]:
         results = [compute(params, graph, batch_size) for graph in graphs]
         energies = np.concatenate([np.asarray(energy, np.float64) for energy, _ in results])
         forces = np.concatenate([np.asarray(force, np.float64) for _, force in results])

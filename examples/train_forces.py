@@ -18,7 +18,7 @@ from _data import Frames, neighbor_mask, read_frames
 from _model import EnergyModel, convolution_path
 from _plots import plot_learning_curve, plot_parity
 from _relax import Minimum, gfn2_energy, relax
-from _training import Errors, Task, make_predict, train
+from _training import Errors, Params, Task, make_predict, train
 from tqdm import tqdm
 
 EXAMPLES = Path(__file__).parent
@@ -69,9 +69,9 @@ def make_task(frames: Frames, arguments: argparse.Namespace) -> Task:
     return Task(model, elements, float(frames.energies.mean()), dtype)
 
 
-def fit(task: Task, train_frames: Frames, test_frames: Frames, arguments: argparse.Namespace) -> dict:
+def fit(task: Task, train_frames: Frames, test_frames: Frames, arguments: argparse.Namespace) -> Params:
     """Trains, prints held-out errors, draws both pictures; returns the parameters."""
-    mean = Errors.of(test_frames, np.float64(task.energy_shift), train_frames.forces.mean((0, 1)))
+    mean = Errors.of(test_frames, np.asarray(task.energy_shift), train_frames.forces.mean((0, 1)))
     predict = make_predict(task, test_frames, arguments.batch_size)
     chunk_size = min(arguments.report_every, arguments.steps)
     num_chunks = -(-arguments.steps // chunk_size)
@@ -86,7 +86,7 @@ def fit(task: Task, train_frames: Frames, test_frames: Frames, arguments: argpar
         decay=arguments.average,
         seed=arguments.seed,
     )
-    params, losses, force_errors = {}, [], []
+    params, losses, force_errors = None, [], []
     with tqdm(total=num_chunks * chunk_size, unit="step", desc="training (compiling first)") as bar:
         for params, chunk_losses in chunks:
             losses.append(chunk_losses)
@@ -117,7 +117,7 @@ def fit(task: Task, train_frames: Frames, test_frames: Frames, arguments: argpar
     return params
 
 
-def relax_distorted(task: Task, params: dict, frames: Frames, arguments: argparse.Namespace) -> None:
+def relax_distorted(task: Task, params: Params, frames: Frames, arguments: argparse.Namespace) -> None:
     """Distorts a held-out frame, checks its forces, relaxes it, and says how far GFN2 is from its minimum there."""
     atoms = frames.atoms(arguments.frame)
     atoms.positions += np.random.default_rng(arguments.seed).normal(scale=arguments.distortion, size=(len(atoms), 3))
@@ -133,7 +133,8 @@ def relax_distorted(task: Task, params: dict, frames: Frames, arguments: argpars
     num_steps, converged = relax(atoms)
     max_force = np.linalg.norm(atoms.get_forces(), axis=-1).max()
     outcome = "converged" if converged else "NOT converged"
-    print(f"  BFGS {outcome} in {num_steps} steps, fmax {max_force:.3f} eV/A, {calculator.num_compilations} compilation")
+    compilations = calculator.num_compilations
+    print(f"  BFGS {outcome} in {num_steps} steps, fmax {max_force:.3f} eV/A; model compiled {compilations} time(s)")
     rmsd = [np.sqrt(np.mean(np.sum(minimum.displacement(each) ** 2, axis=-1))) for each in (start, atoms)]
     print(f"  distance to GFN2's minimum (RMSD): {rmsd[0]:.3f} A before, {rmsd[1]:.3f} A after")
     print(f"  GFN2's energy above its minimum, from its Hessian there: {minimum.energy_estimate(atoms):.4f} eV")

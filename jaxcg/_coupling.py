@@ -7,6 +7,7 @@ from itertools import product
 from math import factorial, fsum, prod, sqrt
 
 from ._instructions import MODES
+from ._irreps import blocks
 from ._problem import TensorProduct
 
 Entry = tuple[int, int, int, float]
@@ -135,16 +136,18 @@ def normalisation(tp: TensorProduct) -> tuple[Fraction, ...]:
     summands: dict[int, int] = {}
     into: dict[int, list[float]] = {}
     for number in active:
-        i1, i2, i_out, mode, _, _ = tp.instructions[number]
-        summands[number] = MODES[mode].summands(tp.irreps_in1[i1].mul, tp.irreps_in2[i2].mul)
+        i_out, mode = tp.instructions[number][2:4]
+        mul1, mul2, _ = tp.multiplicities(number)
+        summands[number] = MODES[mode].summands(mul1, mul2)
         into.setdefault(i_out, []).append(summands[number] ** (1.0 - exponent))
     squares = [Fraction(0)] * len(tp.instructions)
+    in1, in2, out = blocks(tp.irreps_in1), blocks(tp.irreps_in2), blocks(tp.irreps_out)
     for number in active:
         i1, i2, i_out, _, _, path_weight = tp.instructions[number]
         if tp.irrep_normalization == "component":
-            size = tp.irreps_out[i_out].ir.dim
+            size = out[i_out][1].dim
         elif tp.irrep_normalization == "norm":
-            size = tp.irreps_in1[i1].ir.dim * tp.irreps_in2[i2].ir.dim
+            size = in1[i1][1].dim * in2[i2][1].dim
         else:
             size = 1
         share = summands[number] ** exponent * fsum(into[i_out])
@@ -170,6 +173,7 @@ def couple(tp: TensorProduct, expanded: bool = False, swapped: bool = False) -> 
     6
     """
     offsets = [[block.start for block in irreps.slices()] for irreps in (tp.irreps_in1, tp.irreps_in2, tp.irreps_out)]
+    in1, in2, out = blocks(tp.irreps_in1), blocks(tp.irreps_in2), blocks(tp.irreps_out)
     scales = normalisation(tp)
     active = frozenset(tp.active_instructions())
     paths: list[Path] = []
@@ -178,7 +182,7 @@ def couple(tp: TensorProduct, expanded: bool = False, swapped: bool = False) -> 
         shape = tp.weight_shape(number)
         start = weight_offset
         weight_offset += prod(shape) if has_weight else 0
-        (mul1, ir1), (mul2, ir2), (mul_out, ir_out) = tp.irreps_in1[i1], tp.irreps_in2[i2], tp.irreps_out[i_out]
+        (mul1, ir1), (mul2, ir2), (mul_out, ir_out) = in1[i1], in2[i2], out[i_out]
         if number not in active or scales[number] == 0:
             continue
         scale = scales[number]

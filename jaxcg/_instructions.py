@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-import e3nn_jax as e3nn
+from e3nn_jax import Irrep, Irreps
 
 from ._errors import InstructionError, IrrepsError, OptionError
+from ._irreps import blocks, from_blocks, product
 
 Instruction: TypeAlias = tuple[int, int, int, str, bool, float]
-IrrepsLike: TypeAlias = e3nn.Irreps | e3nn.Irrep | str | Iterable[object]
 WeightOrder: TypeAlias = Literal["path", "slot"]
 IrrepOrder: TypeAlias = Literal["jax", "torch"]
 
@@ -41,32 +41,6 @@ MODES: dict[str, Mode] = {
 }
 
 
-def as_irreps(value: IrrepsLike, argument: str) -> e3nn.Irreps:
-    """Read irreps, with an error that names the argument."""
-    try:
-        return e3nn.Irreps(value)  # pyright: ignore[reportArgumentType]
-    except (ValueError, AssertionError, TypeError) as error:
-        raise IrrepsError.of(
-            argument, expected="irreps, such as '32x0e+32x1o'", received=repr(value), fix=f"e3nn says: {error}"
-        ) from error
-
-
-def as_filter(value: IrrepsLike | None) -> frozenset[e3nn.Irrep] | None:
-    """Read `filter_ir_out` in every form that e3nn accepts: None, a string, an irrep, irreps or a list of either."""
-    if value is None:
-        return None
-    if isinstance(value, str):
-        value = e3nn.Irreps(value)
-    if isinstance(value, e3nn.Irrep | e3nn.MulIrrep):
-        value = [value]
-    try:
-        return frozenset(e3nn.Irrep(ir) for ir in value)  # pyright: ignore[reportArgumentType]
-    except (ValueError, AssertionError, TypeError) as error:
-        raise IrrepsError.of(
-            "filter_ir_out", expected="irreps to keep, such as '0e+1o'", received=repr(value), fix=str(error)
-        ) from error
-
-
 def check_option(argument: str, value: object, allowed: Sequence[object]) -> None:
     """Raise unless `value` is one of `allowed`."""
     if value not in allowed:
@@ -74,7 +48,7 @@ def check_option(argument: str, value: object, allowed: Sequence[object]) -> Non
 
 
 def check_instructions(
-    instructions: Iterable[Sequence[object]], in1: e3nn.Irreps, in2: e3nn.Irreps, out: e3nn.Irreps
+    instructions: Iterable[Sequence[object]], in1: Irreps, in2: Irreps, out: Irreps
 ) -> tuple[Instruction, ...]:
     """Check a list of instructions against the irreps and make it a tuple of plain 6-tuples.
 
@@ -94,9 +68,7 @@ def check_instructions(
     return tuple(checked)
 
 
-def _check_one(
-    number: int, raw: tuple[object, ...], in1: e3nn.Irreps, in2: e3nn.Irreps, out: e3nn.Irreps
-) -> Instruction:
+def _check_one(number: int, raw: tuple[object, ...], in1: Irreps, in2: Irreps, out: Irreps) -> Instruction:
     where = f"instructions[{number}]"
     indices: list[int] = []
     for name, index, irreps in zip(("i_in1", "i_in2", "i_out"), raw[:3], (in1, in2, out), strict=True):
@@ -116,10 +88,14 @@ def _check_one(
     if not 0.0 <= path_weight < float("inf"):
         # The coefficient of a path is the square root of its weight.
         raise InstructionError.of(f"{where}.path_weight", expected="a finite number >= 0", received=path_weight)
-    (mul1, ir1), (mul2, ir2), (mul_out, ir_out) = in1[indices[0]], in2[indices[1]], out[indices[2]]
-    if ir_out not in tuple(ir1 * ir2):
+    (mul1, ir1), (mul2, ir2), (mul_out, ir_out) = (
+        blocks(irreps)[index] for irreps, index in zip((in1, in2, out), indices, strict=True)
+    )
+    if ir_out not in product(ir1, ir2):
         raise InstructionError.of(
-            where, expected=f"an output irrep in {ir1} x {ir2} = {'+'.join(map(str, ir1 * ir2))}", received=str(ir_out)
+            where,
+            expected=f"an output irrep in {ir1} x {ir2} = {'+'.join(map(str, product(ir1, ir2)))}",
+            received=str(ir_out),
         )
     if not MODES[mode].fits(mul1, mul2, mul_out):
         raise InstructionError.of(
@@ -138,7 +114,7 @@ def _check_one(
     return (indices[0], indices[1], indices[2], mode, has_weight, path_weight)
 
 
-def slot_order(slots: Sequence[tuple[int, e3nn.Irrep]], irrep_order: IrrepOrder) -> list[int]:
+def slot_order(slots: Sequence[tuple[int, Irrep]], irrep_order: IrrepOrder) -> list[int]:
     """Positions of output slots after a stable sort by irrep.
 
     e3nn-jax orders irreps 0e < 0o < 1o < 1e < 2e < 2o (the parity of the spherical harmonics first), torch e3nn
@@ -154,28 +130,28 @@ def slot_order(slots: Sequence[tuple[int, e3nn.Irrep]], irrep_order: IrrepOrder)
 
 
 def private_slots(
-    in1: e3nn.Irreps,
-    in2: e3nn.Irreps,
-    keep: frozenset[e3nn.Irrep] | None,
+    in1: Irreps,
+    in2: Irreps,
+    keep: frozenset[Irrep] | None,
     mode: str,
     has_weight: bool,
     *,
     weight_order: WeightOrder = "path",
     irrep_order: IrrepOrder = "jax",
     keep_empty: bool = False,
-) -> tuple[e3nn.Irreps, tuple[Instruction, ...]]:
+) -> tuple[Irreps, tuple[Instruction, ...]]:
     """Loop over blocks of both operands and output irreps; each path gets a slot of its own, slots sorted by irrep.
 
     Pairs with a zero multiplicity are left out unless `keep_empty`.
     """
     check_option("weight_order", weight_order, ("path", "slot"))
-    slots: list[tuple[int, e3nn.Irrep]] = []
+    slots: list[tuple[int, Irrep]] = []
     pairs: list[tuple[int, int]] = []
-    for i1, (mul1, ir1) in enumerate(in1):
-        for i2, (mul2, ir2) in enumerate(in2):
+    for i1, (mul1, ir1) in enumerate(blocks(in1)):
+        for i2, (mul2, ir2) in enumerate(blocks(in2)):
             if mul1 * mul2 == 0 and not keep_empty:
                 continue
-            for ir_out in ir1 * ir2:
+            for ir_out in product(ir1, ir2):
                 if keep is None or ir_out in keep:
                     slots.append((mul1 if mode == "uvu" else mul1 * mul2, ir_out))
                     pairs.append((i1, i2))
@@ -184,13 +160,13 @@ def private_slots(
     instructions = [(*pairs[n], position[n], mode, has_weight, 1.0) for n in range(len(slots))]
     if weight_order == "slot":
         instructions.sort(key=lambda instruction: instruction[2])
-    return e3nn.Irreps([slots[n] for n in order]), tuple(instructions)
+    return from_blocks(slots[n] for n in order), tuple(instructions)
 
 
-def aligned(irreps1: e3nn.Irreps, irreps2: e3nn.Irreps) -> tuple[e3nn.Irreps, e3nn.Irreps]:
+def aligned(irreps1: Irreps, irreps2: Irreps) -> tuple[Irreps, Irreps]:
     """Split the blocks of two irreps with the same number of channels, so that block by block multiplicities agree.
 
-    >>> aligned(e3nn.Irreps("2x0e+1o"), e3nn.Irreps("1e+0o+0o"))
+    >>> aligned(Irreps("2x0e+1o"), Irreps("1e+0o+0o"))
     (1x0e+1x0e+1x1o, 1x1e+1x0o+1x0o)
     """
     if irreps1.num_irreps != irreps2.num_irreps:
@@ -201,7 +177,7 @@ def aligned(irreps1: e3nn.Irreps, irreps2: e3nn.Irreps) -> tuple[e3nn.Irreps, e3
         )
     # The same walk as e3nn's: the longer block is cut, also when the shorter has no channel at all, so that lists of
     # blocks (not only their contents) agree with e3nn's.
-    left, right = [(mul, ir) for mul, ir in irreps1], [(mul, ir) for mul, ir in irreps2]
+    left, right = blocks(irreps1), blocks(irreps2)
     position = 0
     while position < min(len(left), len(right)):
         (mul1, ir1), (mul2, ir2) = left[position], right[position]
@@ -211,18 +187,18 @@ def aligned(irreps1: e3nn.Irreps, irreps2: e3nn.Irreps) -> tuple[e3nn.Irreps, e3
             left[position : position + 1] = [(mul2, ir1), (mul1 - mul2, ir1)]
         position += 1
     # What is left on one side has no channel.
-    return e3nn.Irreps(left[:position]), e3nn.Irreps(right[:position])
+    return from_blocks(left[:position]), from_blocks(right[:position])
 
 
 def elementwise_slots(
-    in1: e3nn.Irreps, in2: e3nn.Irreps, keep: frozenset[e3nn.Irrep] | None
-) -> tuple[e3nn.Irreps, tuple[Instruction, ...]]:
+    in1: Irreps, in2: Irreps, keep: frozenset[Irrep] | None
+) -> tuple[Irreps, tuple[Instruction, ...]]:
     """The product of aligned irreps, channel by channel; each path gets a slot of its own, in the order of blocks."""
     paths = [
         (block, mul, ir_out)
-        for block, ((mul, ir1), (_, ir2)) in enumerate(zip(in1, in2, strict=True))
-        for ir_out in ir1 * ir2
+        for block, ((mul, ir1), (_, ir2)) in enumerate(zip(blocks(in1), blocks(in2), strict=True))
+        for ir_out in product(ir1, ir2)
         if keep is None or ir_out in keep
     ]
     instructions = tuple((block, block, slot, "uuu", False, 1.0) for slot, (block, _, _) in enumerate(paths))
-    return e3nn.Irreps([(mul, ir_out) for _, mul, ir_out in paths]), instructions
+    return from_blocks((mul, ir_out) for _, mul, ir_out in paths), instructions

@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxcg import _terms
-from jaxcg._coupling import Coupling, couple
+from jaxcg._coupling import Coupling
 from jaxcg._errors import DtypeError, GraphError, ShapeError, UnsupportedError
-from jaxcg._primitive import Call, apply
+from jaxcg._primitive import Call, apply, resolve
 from jaxcg._problem import TensorProduct
 
 IMPLEMENTATIONS = ("auto", "cuda", "xla")
@@ -199,39 +199,34 @@ def _evaluate(
     """
     support = tp.kernel_support()
     channelwise = support.ok and support.swapped == swapped
-    plain = couple(tp, swapped=swapped)
     shared = w is not None and w.ndim == 1
-    expanded = channelwise and (shared or not _private_slots(plain))
-    coupling = couple(tp, expanded=True, swapped=swapped) if expanded else plain
-    factored = expanded and shared
-    weighted = tp.weight_numel > 0 and not factored
-    call = Call(
-        product=tp,
-        expanded=expanded,
-        swapped=swapped,
-        indexed=bool(indices),
-        ordered=len(indices) == 3,
-        shared=shared and not factored,
-        num_rows=rows,
-        num_x=x.shape[0],
-        num_z=num_z,
-        impl=impl,
-    )
-    operands = [x, y, w] if weighted else [x, y]
-    (z,) = apply(call, _terms.forward(weighted), indices, operands)
-    return _collapse(z, plain, coupling, w if factored else None) if expanded else z
-
-
-def _relayout(y: Float[Array, "rows y_dim"], tp: TensorProduct) -> Float[Array, "rows y_dim"]:
-    """Rows of y with each block in the layout of the product."""
-    if tp.layout == "mul_ir":
-        return y
-    blocks, at = [], 0
-    for mul, ir in tp.irreps_in2:
-        block = y[:, at : at + mul * ir.dim].reshape(-1, mul, ir.dim)
-        blocks.append(block.swapaxes(1, 2).reshape(-1, mul * ir.dim))
-        at += mul * ir.dim
-    return jnp.concatenate(blocks, axis=1) if blocks else y
+    total: Array | None = None
+    for weighted in (True, False):
+        plain = resolve(tp, False, swapped, "streamed" if weighted else "none")
+        if not plain.paths:
+            continue
+        factored = channelwise and shared and weighted
+        expanded = factored or (channelwise and not _private_slots(plain))
+        call = Call(
+            product=tp,
+            expanded=expanded,
+            swapped=swapped,
+            weighting="factored" if factored else "streamed" if weighted else "none",
+            indexed=bool(indices),
+            ordered=len(indices) == 3,
+            shared=shared and weighted and not factored,
+            num_rows=rows,
+            num_x=x.shape[0],
+            num_z=num_z,
+            impl=impl,
+        )
+        streamed = call.weighting == "streamed"
+        operands = [x, y, w] if streamed and w is not None else [x, y]
+        (z,) = apply(call, _terms.forward(streamed), indices, operands)
+        if expanded:
+            z = _collapse(z, plain, call.coupling, w if factored else None)
+        total = z if total is None else total + z
+    return jnp.zeros((num_z, tp.irreps_out.dim), x.dtype) if total is None else total
 
 
 def _private_slots(coupling: Coupling) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from jaxcg import _reference, _terms
@@ -23,6 +22,28 @@ from jaxcg._problem import TensorProduct
 from jaxcg._terms import TermSet
 
 
+@lru_cache(maxsize=1024)
+def resolve(product: TensorProduct, expanded: bool, swapped: bool, weighting: str) -> Coupling:
+    """The paths of a product that one call covers, see `Call.weighting`.
+
+    The two kinds are different forms: a path without weights is not linear in w, so its derivative by w is 0 while
+    its other derivatives are not. A product that mixes them is the sum of two calls.
+    """
+    whole = couple(product, expanded=expanded, swapped=swapped)
+    paths, at = [], 0
+    for path in whole.paths:
+        if (path.weight_offset is None) == (weighting == "none"):
+            path = replace(path, out_offset=at) if expanded else path
+            paths.append(path if weighting == "streamed" else replace(path, weight_offset=None, weight_shape=()))
+            at += path.mul_out * (2 * path.l3 + 1)
+    return replace(
+        whole,
+        paths=tuple(paths),
+        dim_out=at if expanded else whole.dim_out,
+        weight_numel=whole.weight_numel if weighting == "streamed" else 0,
+    )
+
+
 @dataclass(frozen=True)
 class Call:
     """What is fixed at trace time about one call, beside its term set.
@@ -31,6 +52,8 @@ class Call:
         product: the tensor product.
         expanded: every path writes an output slot of its own (see `couple`).
         swapped: operands 1 and 2 are exchanged (see `couple`).
+        weighting: ``"streamed"``: the paths that have weights, w is an operand; ``"factored"``: the same paths, their
+            weights applied to the result by the caller; ``"none"``: the paths that have no weights.
         indexed: the first two operands are `senders` and `receivers`, one for each edge.
         ordered: the third operand is the order in which edges are sorted by receiver.
         shared: all rows share one weight vector.
@@ -43,6 +66,7 @@ class Call:
     product: TensorProduct
     expanded: bool
     swapped: bool
+    weighting: str
     indexed: bool
     ordered: bool
     shared: bool
@@ -53,7 +77,7 @@ class Call:
 
     @property
     def coupling(self) -> Coupling:
-        return couple(self.product, expanded=self.expanded, swapped=self.swapped)
+        return resolve(self.product, self.expanded, self.swapped, self.weighting)
 
     @property
     def num_indices(self) -> int:
@@ -247,7 +271,7 @@ def _lower_cuda(ctx: Any, *args: Any, call: Call, terms: TermSet) -> Any:
 
     if call.impl == "xla" or kernel_objection(call) is not None:
         return _lower_xla(ctx, *args, call=replace(call, impl="xla"), terms=terms)
-    run = launch.custom_call(call, terms, launch.targets_of(ctx))
+    run = launch.custom_call(call, terms, launch.compile_for(launch.targets_of(ctx)))
     return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
 
 

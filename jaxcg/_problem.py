@@ -13,16 +13,14 @@ from ._instructions import (
     MODES,
     Instruction,
     IrrepOrder,
-    IrrepsLike,
     WeightOrder,
     aligned,
-    as_filter,
-    as_irreps,
     check_instructions,
     check_option,
     elementwise_slots,
     private_slots,
 )
+from ._irreps import IrrepsLike, as_filter, as_irreps, blocks, multiplicity, product
 from ._support import Support, kernel_support
 
 if TYPE_CHECKING:
@@ -144,14 +142,9 @@ class TensorProduct:
             in1, in2, as_filter(filter_ir_out), "uvu", True, weight_order=weight_order, irrep_order=irrep_order
         )
         return cls(
-            in1,
-            in2,
-            out,
-            instructions,
-            irrep_normalization=irrep_normalization,
-            path_normalization=path_normalization,
-            layout=layout,
-        )
+            in1, in2, out, instructions,
+            irrep_normalization=irrep_normalization, path_normalization=path_normalization, layout=layout,
+        )  # fmt: skip
 
     @classmethod
     def fully_connected(
@@ -173,20 +166,15 @@ class TensorProduct:
         out = as_irreps(irreps_out, "irreps_out")
         instructions = [
             (i1, i2, i_out, "uvw", True)
-            for i1, (_, ir1) in enumerate(in1)
-            for i2, (_, ir2) in enumerate(in2)
-            for i_out, (_, ir_out) in enumerate(out)
-            if ir_out in tuple(ir1 * ir2)
+            for i1, (_, ir1) in enumerate(blocks(in1))
+            for i2, (_, ir2) in enumerate(blocks(in2))
+            for i_out, (_, ir_out) in enumerate(blocks(out))
+            if ir_out in product(ir1, ir2)
         ]
         return cls(
-            in1,
-            in2,
-            out,
-            instructions,
-            irrep_normalization=irrep_normalization,
-            path_normalization=path_normalization,
-            layout=layout,
-        )
+            in1, in2, out, instructions,
+            irrep_normalization=irrep_normalization, path_normalization=path_normalization, layout=layout,
+        )  # fmt: skip
 
     @classmethod
     def full(
@@ -232,12 +220,14 @@ class TensorProduct:
 
     def weight_shape(self, number: int) -> tuple[int, ...]:
         """Shape of the weights of an instruction, by its number; ``()`` when it has none."""
-        i_in1, i_in2, i_out, mode, has_weight, _ = self.instructions[number]
-        if not has_weight:
-            return ()
-        return MODES[mode].weight_shape(
-            self.irreps_in1[i_in1].mul, self.irreps_in2[i_in2].mul, self.irreps_out[i_out].mul
-        )
+        *_, mode, has_weight, _ = self.instructions[number]
+        return MODES[mode].weight_shape(*self.multiplicities(number)) if has_weight else ()
+
+    def multiplicities(self, number: int) -> tuple[int, int, int]:
+        """Multiplicities (mul1, mul2, mul_out) of the blocks of an instruction."""
+        i_in1, i_in2, i_out, *_ = self.instructions[number]
+        mul1, mul2 = multiplicity(self.irreps_in1, i_in1), multiplicity(self.irreps_in2, i_in2)
+        return mul1, mul2, multiplicity(self.irreps_out, i_out)
 
     @property
     def weight_numel(self) -> int:
@@ -247,11 +237,7 @@ class TensorProduct:
 
     def active_instructions(self) -> tuple[int, ...]:
         """Numbers of the instructions that touch no block of multiplicity 0."""
-        return tuple(
-            number
-            for number, (i_in1, i_in2, i_out, *_) in enumerate(self.instructions)
-            if self.irreps_in1[i_in1].mul and self.irreps_in2[i_in2].mul and self.irreps_out[i_out].mul
-        )
+        return tuple(number for number in range(len(self.instructions)) if all(self.multiplicities(number)))
 
     def kernel_support(self) -> Support:
         """Whether generated CUDA kernels can run this product, and why (or why not).
@@ -347,17 +333,9 @@ class TensorProduct:
             missing = "senders" if senders is None else "receivers"
             raise GraphError.of(missing, expected="an integer array of shape [num_edges]", received=None)
         return _operations.convolve(
-            self,
-            x,
-            y,
-            w,
-            senders,
-            receivers,
-            num_nodes=num_nodes,
-            receivers_sorted=receivers_sorted,
-            edge_order=edge_order,
-            impl=impl,
-        )
+            self, x, y, w, senders, receivers,
+            num_nodes=num_nodes, receivers_sorted=receivers_sorted, edge_order=edge_order, impl=impl,
+        )  # fmt: skip
 
 
 def _read_path_normalization(value: str | float | None) -> str | float:

@@ -128,14 +128,8 @@ def _add_path(
         return part.reshape(rows, *out_muls, 2 * path.l3 + 1), "b" + letters["z"]
 
     for out, piece in zip(terms.outputs, pieces, strict=True):
-        if out.slot == "w" and path.weight_offset is None:
-            continue
         for term in out.terms:
-            views = [
-                view(slot, operands[number])
-                for slot in SLOTS
-                if (number := term[slot]) is not None and not (slot == "w" and path.weight_offset is None)
-            ]
+            views = [view(slot, operands[number]) for slot in SLOTS if (number := term[slot]) is not None]
             shared_sum = out.slot == "w" and piece.rows == 1
             target = ("" if shared_sum else "b") + letters[out.slot]
             if shared_sum and fresh is not None:
@@ -184,17 +178,13 @@ def _add_group(
         return made[kind, a, b]
 
     def weights(number: int | None, _: None) -> Array:
-        """w[b,u,P] with ones for paths without weight."""
-        parts = []
-        for path in group:
-            if path.weight_offset is None or number is None:
-                parts.append(jnp.ones((1, path.mul1), dtype))
-            else:
-                value = operands[number]
-                value = value[None] if value.ndim == 1 else value
-                parts.append(value[:, path.weight_offset : path.weight_offset + path.mul1])
-        tall = max(part.shape[0] for part in parts)
-        return jnp.stack([jnp.broadcast_to(part, (tall, first.mul1)) for part in parts], axis=2)
+        """w[b,u,P], b = 1 when shared; 1 without weights."""
+        if number is None:
+            return jnp.ones((1, 1, len(group)), dtype)
+        value = operands[number]
+        value = value[None] if value.ndim == 1 else value
+        starts = [path.weight_offset or 0 for path in group]
+        return jnp.stack([value[:, start : start + first.mul1] for start in starts], axis=2)
 
     make = {
         "x": lambda n, _: _split(operands[n], first.in1_offset, first.mul1, first.l1, layout),
@@ -223,12 +213,11 @@ def _add_group(
         else:
             total = sum(once("xm", t.x, t.y) * once("z", t.z, None) for t in out.terms)
             for path, part in zip(group, jnp.split(total, np.cumsum(dims)[:-1], axis=2), strict=True):
-                if path.weight_offset is not None:
-                    value = part.sum(axis=2)
-                    if piece.rows == 1:
-                        value = value if fresh is None else jnp.where(fresh[:, None], value, 0)
-                        value = value.sum(0, keepdims=True)
-                    piece.add(path.weight_offset, value)
+                value = part.sum(axis=2)
+                if piece.rows == 1:
+                    value = value if fresh is None else jnp.where(fresh[:, None], value, 0)
+                    value = value.sum(0, keepdims=True)
+                piece.add(path.weight_offset or 0, value)
 
 
 def evaluate_rows(

@@ -24,13 +24,14 @@ class Support:
 
 def path_obstacle(tp: "TensorProduct", number: int) -> str:
     """What keeps generated kernels from running an instruction; empty when nothing does."""
-    i_in1, i_in2, _, mode, _, _ = tp.instructions[number]
+    mode = tp.instructions[number][3]
+    mul1, mul2, _ = tp.multiplicities(number)
     if mode not in ("uvu", "uvv"):
         return f"mode {mode}"
-    if mode == "uvu" and (mul := tp.irreps_in2[i_in2].mul) != 1:
-        return f"multiplicity {mul} in the second operand"
-    if mode == "uvv" and (mul := tp.irreps_in1[i_in1].mul) != 1:
-        return f"multiplicity {mul} in the first operand"
+    if mode == "uvu" and mul2 != 1:
+        return f"multiplicity {mul2} in the second operand"
+    if mode == "uvv" and mul1 != 1:
+        return f"multiplicity {mul1} in the first operand"
     return ""
 
 

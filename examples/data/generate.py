@@ -93,7 +93,7 @@ def run_trajectory(start: Atoms, temperature: float, num_frames: int, seed: int)
         frames.append(evaluate(atoms))
         frames[-1].info["temperature"] = temperature
         if not is_intact(frames[-1]):
-            raise RuntimeError(f"the {temperature:.0f} K trajectory left malonaldehyde; choose another seed than {seed}")
+            raise RuntimeError(f"the molecule broke at {temperature:.0f} K; choose another seed than {seed}")
     return frames
 
 

@@ -218,7 +218,7 @@ def _candidates() -> Iterator[str]:
             yield from (str(path) for path in sorted(root.glob(f"*/lib/libnvrtc.so.{major}")))
     for major in majors:
         yield f"libnvrtc.so.{major}"
-        yield f"/usr/local/cuda-{major}/lib64/libnvrtc.so.{major}"
+        yield from (str(path) for path in sorted(Path("/usr/local").glob(f"cuda*/lib64/libnvrtc.so.{major}")))
     if found := ctypes.util.find_library("nvrtc"):
         yield found
 

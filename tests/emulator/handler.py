@@ -2,19 +2,34 @@
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
-from .build import SOURCES, compile_once
-from .standalone import ORDERS
+from jaxcg import _primitive
+
+from .compiler import SOURCES, compile_once, image
+from .standalone import ORDERS, Launch
 
 _REPOSITORY = SOURCES.parent.parent
-_defaults = (3, "forward", 0, 60)
-_settings = [_defaults]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    blocks: int = 3
+    order: str = "forward"
+    seed: int = 0
+    seconds: int = 60
+
+
+_in_force = [_Settings()]
 
 
 @lru_cache(maxsize=1)
@@ -23,7 +38,7 @@ def _library() -> ctypes.CDLL:
     # The attributes are read by the CUDA handler's own code, so that its checks run here too.
     sources = [SOURCES / "handler.cc", cuda_ffi / "call.cc"]
     headers = [SOURCES / "scheduler.h", cuda_ffi / "call.h", *sorted((include / "xla/ffi/api").glob("*.h"))]
-    flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-fvisibility=hidden"]
+    flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared"]
     flags += [f"-I{path}" for path in (SOURCES, cuda_ffi, include)] + ["-ldl"]
     return ctypes.CDLL(str(compile_once(".so", flags, sources, headers)))
 
@@ -35,12 +50,12 @@ def register() -> None:
     jax.ffi.register_ffi_target("jaxcg_launch", jax.ffi.pycapsule(_library().jaxcg_launch_cpu), platform="cpu")
 
 
-def _configure(blocks: int, order: str, seed: int, seconds: int) -> None:
+def _configure(chosen: _Settings) -> None:
     # What was dispatched before must run under the settings that held then.
     for array in jax.live_arrays():
         with contextlib.suppress(Exception):  # Its owner meets the error.
             array.block_until_ready()
-    _library().jaxcg_configure(blocks, ORDERS.index(order), ctypes.c_uint(seed), seconds)
+    _library().jaxcg_configure(chosen.blocks, ORDERS.index(chosen.order), ctypes.c_uint(chosen.seed), chosen.seconds)
 
 
 @contextlib.contextmanager
@@ -54,17 +69,81 @@ def settings(
         order: ``"forward"``, ``"reverse"`` or ``"shuffled"``, of threads and of blocks.
         seed: of ``"shuffled"``.
         seconds: after which a launch counts as an endless loop (at first 60).
+
+    Raises:
+        ValueError: there is no such order.
     """
+    if order is not None and order not in ORDERS:
+        raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
     register()
-    given = (blocks, order, seed, seconds)
-    previous = _settings[-1]
-    chosen = tuple(old if new is None else new for new, old in zip(given, previous, strict=True))
-    if chosen[1] not in ORDERS:
-        raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {chosen[1]!r}")
-    _settings.append(chosen)  # type: ignore[arg-type]
-    _configure(*chosen)  # type: ignore[arg-type]
+    previous = _in_force[-1]
+    given = {"blocks": blocks, "order": order, "seed": seed, "seconds": seconds}
+    _in_force.append(dataclasses.replace(previous, **{name: new for name, new in given.items() if new is not None}))
+    _configure(_in_force[-1])
     try:
         yield
     finally:
-        _settings.pop()
-        _configure(*previous)
+        _in_force.pop()
+        _configure(previous)
+
+
+@contextlib.contextmanager
+def emulated(compile_source: Callable[[str], bytes] = image) -> Iterator[None]:
+    """Inside, programs for the CPU take the path of the GPU: kernels, through the custom call, on the emulator.
+
+    Args:
+        compile_source: kernel text to the attribute `images`. A test of the tests gives one that spoils the text.
+    """
+    register()
+    # A function traced or compiled outside must not be found again inside, nor the reverse.
+    jax.clear_caches()
+    try:
+        with _primitive.lower_on_cpu_with(compile_source):
+            yield
+    finally:
+        jax.clear_caches()
+
+
+def attributes(
+    launches: Sequence[Launch], images: Sequence[bytes], sizes: Sequence[int] = (), zeroed: Sequence[int] = ()
+) -> dict[str, Any]:
+    """The custom call's attributes."""
+    return {
+        "digest": hashlib.sha256(b"\0".join(images)).hexdigest(),
+        "images": b"".join(images),
+        "image_sizes": np.array([len(part) for part in images], np.int64),
+        "names": "\n".join(launch.name for launch in launches),
+        "launches": np.array([launch.record() for launch in launches], np.int64).reshape(-1),
+        "sizes": np.array(sizes, np.int64),
+        "zeroed": np.array(zeroed, np.int64),
+        "problem": "test of the emulator",
+    }
+
+
+def call(
+    source: str | Sequence[bytes],
+    launches: Sequence[Launch],
+    operands: Sequence[np.ndarray[Any, Any]],
+    results: Sequence[tuple[tuple[int, ...], Any]],
+    sizes: Sequence[int] = (),
+    zeroed: Sequence[int] = (),
+) -> list[np.ndarray[Any, Any]]:
+    """Run kernel text through the custom call, without the library.
+
+    Args:
+        source: the text, or images.
+        launches: run in order.
+        operands: the arrays it reads.
+        results: shape and dtype of each array it writes.
+        sizes: the integers of `Args`.
+        zeroed: which results start as zeros; the others start as not a number.
+
+    Raises:
+        jax.errors.JaxRuntimeError: an attribute is wrong or a launch failed, and why.
+    """
+    register()
+    images = [image(source)] if isinstance(source, str) else source
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
+    with jax.enable_x64(True):
+        made = jax.ffi.ffi_call("jaxcg_launch", shapes)(*operands, **attributes(launches, images, sizes, zeroed))
+        return [np.asarray(array) for array in made]

@@ -30,11 +30,12 @@ extern "C" char __stop_jaxcg_static_shared[] __attribute__((weak, visibility("hi
 namespace {
 constexpr long long kMaxShared = 232448;  // 227 KB, what a block may ask for on compute capability 9.0.
 constexpr long long kFence = 4096;
+constexpr long long kArena = (kMaxShared + kFence + 4095) / 4096 * 4096;  // Whole pages (forget_memory).
 }  // namespace
 
 // What `extern __shared__` names; build.py binds it by this symbol.
 extern "C" {
-__attribute__((visibility("hidden"), aligned(4096))) unsigned char jaxcg_dynamic_shared[kMaxShared + kFence];
+__attribute__((visibility("hidden"), aligned(4096))) unsigned char jaxcg_dynamic_shared[kArena];
 }
 
 namespace host {

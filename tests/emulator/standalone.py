@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .build import Sanitizer, build
+from .compiler import Sanitizer, build
 
 ORDERS = ("forward", "reverse", "shuffled")
 

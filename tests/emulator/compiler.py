@@ -15,6 +15,8 @@ Sanitizer = Literal["address", "thread"]
 
 SOURCES = Path(__file__).parent
 
+_COMPILER = "g++"  # clang++ has another table of flags and no -fno-gnu-unique.
+
 _ENTRY = re.compile(
     r'extern\s+"C"\s+__global__\s+(?:__launch_bounds__\s*\((?P<before>[^)]*)\)\s*)?'
     r"void\s+(?:__launch_bounds__\s*\((?P<after>[^)]*)\)\s*)?(?P<name>\w+)\s*\("
@@ -22,7 +24,7 @@ _ENTRY = re.compile(
 _DYNAMIC_SHARED = re.compile(r"extern\s+__shared__\s+(?P<type>[^;=]*?)(?P<name>\w+)\s*\[\s*\]\s*;")
 
 # -fno-strict-aliasing: CUDA text reads floats as float4. alignment, bounds: see faults.cc.
-_KERNEL_FLAGS = (
+KERNEL_FLAGS = (
     *("-std=c++17", "-O1", "-w", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique"),
     *("-fno-strict-aliasing", "-fno-math-errno", "-fsanitize=alignment,bounds"),
 )
@@ -31,11 +33,6 @@ _SUPPORT_FLAGS = ("-std=c++17", "-O2", "-w", "-fPIC", "-fvisibility=hidden", "-f
 
 class BuildError(RuntimeError):
     """The compiler rejected the text; the message is the compiler's, lines counted in the kernel text."""
-
-
-def compiler() -> str:
-    """The C++ compiler: ``$CXX``, or g++."""
-    return os.environ.get("CXX", "g++")
 
 
 @lru_cache(maxsize=1)
@@ -61,7 +58,7 @@ def cache_directory() -> Path:
 
 @lru_cache(maxsize=1)
 def _compiler_version() -> str:
-    return subprocess.run([compiler(), "--version"], check=True, capture_output=True, text=True).stdout
+    return subprocess.run([_COMPILER, "--version"], check=True, capture_output=True, text=True).stdout
 
 
 def compile_once(
@@ -95,10 +92,10 @@ def compile_once(
         if text:
             (Path(scratch) / "kernel.cc").write_text(text)
             inputs.insert(0, str(Path(scratch) / "kernel.cc"))
-        command = [compiler(), *flags, *inputs, "-o", str(made)]
+        command = [_COMPILER, *flags, *inputs, "-o", str(made)]
         run = subprocess.run(command, capture_output=True, text=True)
         if run.returncode != 0:
-            raise BuildError(f"{compiler()} failed:\n{run.stderr[:8000]}")
+            raise BuildError(f"{_COMPILER} failed:\n{run.stderr[:8000]}")
         os.replace(made, product)  # Another process may be doing the same.
     return product
 
@@ -112,7 +109,9 @@ def host_text(source: str) -> str:
     """Kernel text as g++ is given it: the CUDA vocabulary before it, the table of entry points behind it."""
     entries = list(_ENTRY.finditer(source))
     if not entries:
-        raise BuildError('the kernel text has no entry point: expected `extern "C" __global__ void NAME(const Args args)`')
+        raise BuildError(
+            'the kernel text has no entry point: expected `extern "C" __global__ void NAME(const Args args)`'
+        )
     bound = _DYNAMIC_SHARED.sub(r'extern \g<type>\g<name>[] __asm__("jaxcg_dynamic_shared");', source)
     table = []
     for entry in entries:
@@ -129,7 +128,8 @@ def host_text(source: str) -> str:
             "}",
             "template <class Args> constexpr long long size_of(void (*)(Args)) { return sizeof(Args); }",
             "template <auto kernel> Kernel entry(const char* name, long long max_threads) {",
-            "  return {name, [](const void* arguments) { call_with(kernel, arguments); }, size_of(kernel), max_threads};",
+            "  auto call = [](const void* arguments) { call_with(kernel, arguments); };",
+            "  return {name, call, size_of(kernel), max_threads};",
             "}",
             f"const int num_kernels = {len(entries)};",
             f"const Kernel kernels[{len(entries)}] = {{",
@@ -141,7 +141,13 @@ def host_text(source: str) -> str:
     )
 
 
-def _support(define: str | None) -> list[Path]:
+def _symbol_flags(source: str) -> list[str]:
+    # g++ forgets the assembler's name of a declaration inside a function template; the linker then sees this one.
+    names = sorted({match["name"] for match in _DYNAMIC_SHARED.finditer(source)})
+    return [f"-Wl,--defsym={name}=jaxcg_dynamic_shared" for name in names]
+
+
+def support(define: str | None) -> list[Path]:
     """The scheduler as objects: the same for every kernel text, so compiled once."""
     headers = [SOURCES / name for name in ("scheduler.h", "context.h", "faults.h")]
     flags = [*_SUPPORT_FLAGS, *([f"-D{define}"] if define else []), f"-I{SOURCES}", "-c"]
@@ -162,18 +168,20 @@ def build(source: str, *, sanitize: Sanitizer | None = None) -> Path:
     Raises:
         BuildError: no entry point, or the compiler rejected the text.
     """
+    define, sanitizer = {
+        None: (None, ()),
+        "address": ("JAXCG_ASAN", ("-fsanitize=address", "-g", "-fno-omit-frame-pointer")),
+        "thread": ("JAXCG_TSAN", ("-fsanitize=thread", "-g", "-fno-omit-frame-pointer")),
+    }[sanitize]
     headers = [SOURCES / "cuda_on_host.h", SOURCES / "scheduler.h"]
-    flags = [*_KERNEL_FLAGS, *_multiply_add_flags(), f"-I{SOURCES}"]
+    flags = [*KERNEL_FLAGS, *_multiply_add_flags(), *sanitizer, f"-I{SOURCES}", "-c"]
+    objects = [compile_once(".o", flags, [], headers, host_text(source)), *support(define)]
+    # Linked without -fsanitize=alignment,bounds: faults.cc has what its library would bring.
+    flags = [*sanitizer[:1], *_symbol_flags(source)]
     if sanitize is None:
-        # -nostdlib++ would lose the scheduler's own needs; what must not come in is the undefined-behaviour library.
-        flags += ["-c"]
-        kernel = compile_once(".o", flags, [], headers, host_text(source))
-        return compile_once(".so", ["-shared"], [kernel, *_support(None)])
-    flags += [f"-fsanitize={sanitize}", "-g", "-fno-omit-frame-pointer", "-c"]
-    kernel = compile_once(".o", flags, [], headers, host_text(source))
-    objects = _support({"address": "JAXCG_ASAN", "thread": "JAXCG_TSAN"}[sanitize])
+        return compile_once(".so", ["-shared", *flags], objects)
     main = compile_once(".o", [*_SUPPORT_FLAGS, "-c"], [SOURCES / "standalone.cc"], headers)
-    return compile_once("", [f"-fsanitize={sanitize}"], [kernel, *objects, main])
+    return compile_once("", flags, [*objects, main])
 
 
 def image(source: str) -> bytes:

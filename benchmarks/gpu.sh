@@ -1,0 +1,99 @@
+#!/usr/bin/env bash
+# On a machine with an NVIDIA GPU: install the package from source, run the GPU tests, then the benchmarks.
+#
+#   benchmarks/gpu.sh tests               pytest -m gpu; a skipped test counts as a failure
+#   benchmarks/gpu.sh sanitize            every order on small products under compute-sanitizer
+#   benchmarks/gpu.sh bench [ARGUMENTS]   our own times; ARGUMENTS go to convolution.py
+#   benchmarks/gpu.sh peers [ARGUMENTS]   the same beside the peers that are installed
+#   benchmarks/gpu.sh all                 tests, then peers
+#
+# WHEELS=DIR   no network: install nothing but our source and the wheels in DIR (a source archive there is built if the
+#              package it holds cannot be imported). Without it, pip fetches what the package needs; the peers are
+#              optional and never fetched: pip install cuequivariance-jax cuequivariance-ops-jax-cu13 e3j==0.1.3
+#              openequivariance openequivariance-extjax (the last with --no-build-isolation and OEQ_NOTORCH=1).
+# OUT=DIR      where results go (benchmarks/out).  PYTHON=python3   WORKERS=8 (test processes)   PYTEST="more arguments"
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON=${PYTHON:-python3}
+WORKERS=${WORKERS:-8}
+root=$PWD
+out=$(mkdir -p "${OUT:-benchmarks/out}" && cd "${OUT:-benchmarks/out}" && pwd)
+site=$(mktemp -d)
+scratch=$(mktemp -d)
+trap 'rm -rf "$site" "$scratch"' EXIT
+export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 OEQ_NOTORCH=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
+
+install() {
+    local quiet=(-q --disable-pip-version-check --root-user-action=ignore)
+    if [[ -z ${WHEELS:-} ]]; then
+        "$PYTHON" -m pip install "${quiet[@]}" '.[cuda13,test]'
+        return
+    fi
+    local offline=("${quiet[@]}" --no-index --no-deps --no-compile --upgrade --target "$site")
+    "$PYTHON" -m pip install "${offline[@]}" "$WHEELS"/*.whl
+    export PYTHONPATH="$site"
+    local archive name
+    for archive in "$WHEELS"/*.tar.gz; do
+        name=$(basename "$archive" | sed 's/-[0-9].*//')
+        [[ -e $archive ]] && ! "$PYTHON" -c "import $name" 2>/dev/null || continue
+        "$PYTHON" -m pip install "${offline[@]}" --no-build-isolation "$archive" || echo "could not build $name"
+    done
+    "$PYTHON" -m pip install "${offline[@]}" --no-build-isolation .
+}
+
+# The tests and benchmarks run where no folder jaxcg can hide the package that was installed.
+prepare() {
+    nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
+    install
+    tar -cf - --exclude='./.?*' --exclude=./jaxcg --exclude=./benchmarks/out . | tar -xf - -C "$scratch"
+    cd "$scratch"
+    "$PYTHON" -c 'import jax, jaxcg; print("jax", jax.__version__, jax.devices(), jaxcg.__file__)'
+}
+
+tests() {
+    "$PYTHON" -m pytest tests -m gpu -q -n "$WORKERS" -p no:cacheprovider ${PYTEST:-} 2>&1 | tee "$out/tests.log"
+    if tail -n 3 "$out/tests.log" | grep -Eq '[0-9]+ skipped'; then
+        echo "some GPU tests were skipped"
+        return 1
+    fi
+}
+
+sanitize() {
+    local products=${1:-mace-first,nequix-main} tool
+    for tool in memcheck racecheck; do
+        XLA_FLAGS=--xla_gpu_autotune_level=0 compute-sanitizer --tool "$tool" --error-exitcode 9 --report-api-errors no \
+            "$PYTHON" benchmarks/convolution.py --check-only --small --products "$products" \
+            --implementations jaxcg,jaxcg_mul_ir --threads 1 --output "$out/sanitize-$tool.jsonl" 2>&1 |
+            tee "$out/sanitize-$tool.log" | tail -n 25
+    done
+}
+
+convolution() {
+    local name=$1
+    shift
+    "$PYTHON" benchmarks/convolution.py --output "$out/$name.jsonl" "$@" 2>&1 | tee "$out/$name.log"
+}
+
+bench() {
+    convolution bench --implementations jaxcg,jaxcg_mul_ir "$@"
+}
+
+peers() {
+    convolution peers --implementations jaxcg,jaxcg_mul_ir,oeq,oeq_det,cue,e3j "$@"
+}
+
+command=${1:-all}
+shift || true
+prepare
+case $command in
+    tests | sanitize | bench | peers) "$command" "$@" ;;
+    all)
+        tests
+        peers
+        ;;
+    *)
+        sed -n '2,17p' "$root/benchmarks/gpu.sh"
+        exit 2
+        ;;
+esac
