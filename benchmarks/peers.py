@@ -121,7 +121,9 @@ def e3nn_jax(product: Product, dtype: str, nodes: int) -> Convolution:
         messages = e3nn.tensor_product(gathered, e3nn.IrrepsArray(in2, y), filter_ir_out=kept) * w
         return jax.ops.segment_sum(messages.array, receivers, nodes, indices_are_sorted=True)
 
-    order = sorted(range(len(product.paths)), key=lambda p: product.paths[p][2])
+    # It sorts both inputs before it forms the paths, then the output.
+    keys = [(ir, in1[first].ir, in2[second].ir) for first, second, ir, _ in product.paths]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
     return Convolution("e3nn", apply, slot_labels(product, order, order, "mul_ir"))
 
 

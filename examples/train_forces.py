@@ -28,7 +28,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--steps", type=int, default=2500, help="training steps (default %(default)s)")
+    add("--steps", type=int, default=2000, help="training steps (default %(default)s)")
     add("--batch-size", type=int, default=10, help="frames per step (default %(default)s)")
     add("--report-every", type=int, default=100, help="steps between held-out errors (default %(default)s)")
     add("--learning-rate", type=float, default=0.01, help="peak learning rate (default %(default)s)")

@@ -256,7 +256,8 @@ def kernel_objection(call: Call) -> str | None:
     return None
 
 
-def _lower_xla(ctx: Any, *args: Any, call: Call, terms: TermSet) -> Any:
+def lower_xla(ctx: Any, *args: Any, call: Call, terms: TermSet) -> Any:
+    """Lowering of the primitive to plain XLA operations."""
     if call.impl == "cuda":
         platforms = ctx.module_context.platforms
         raise UnsupportedError(
@@ -266,13 +267,32 @@ def _lower_xla(ctx: Any, *args: Any, call: Call, terms: TermSet) -> Any:
     return mlir.lower_fun(partial(evaluate_with_xla, call=call, terms=terms), multiple_results=True)(ctx, *args)
 
 
-def _lower_cuda(ctx: Any, *args: Any, call: Call, terms: TermSet) -> Any:
-    from jaxcg.runtime import launch  # loads the code generator only where a kernel is wanted
+def kernel_lowering(compiler_of: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Lowering of the primitive to generated kernels.
 
-    if call.impl == "xla" or kernel_objection(call) is not None:
-        return _lower_xla(ctx, *args, call=replace(call, impl="xla"), terms=terms)
-    run = launch.custom_call(call, terms, launch.compile_for(launch.targets_of(ctx)))
-    return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
+    Args:
+        compiler_of: from the lowering context to the compiler of texts (see `jaxcg.runtime.launch.Compiler`).
+
+    Returns:
+        A lowering rule, which leaves to XLA the calls that no kernel takes.
+    """
+
+    def lower(ctx: Any, *args: Any, call: Call, terms: TermSet) -> Any:
+        from jaxcg.runtime import launch  # loads the code generator only where a kernel is wanted
+
+        if call.impl == "xla" or kernel_objection(call) is not None:
+            return lower_xla(ctx, *args, call=replace(call, impl="xla"), terms=terms)
+        run = launch.custom_call(call, terms, compiler_of(ctx))
+        return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
+
+    return lower
+
+
+def _compiler_of(ctx: Any) -> Any:
+    from jaxcg.runtime import ffi, launch
+
+    ffi.require_extension()
+    return launch.compile_for(launch.targets_of(ctx))
 
 
 product_p.def_abstract_eval(_abstract)
@@ -281,5 +301,5 @@ ad.primitive_jvps[product_p] = _jvp
 ad.primitive_transposes[product_p] = _transpose
 batching.primitive_batchers[product_p] = _batch
 register_dce(product_p, _eliminate)
-mlir.register_lowering(product_p, _lower_xla)
-mlir.register_lowering(product_p, _lower_cuda, platform="cuda")
+mlir.register_lowering(product_p, lower_xla)
+mlir.register_lowering(product_p, kernel_lowering(_compiler_of), platform="cuda")

@@ -45,7 +45,9 @@ def test_second_launch_sums_what_the_blocks_of_the_first_left(blocks: int, order
     x = np.arange(500, dtype=np.float32)
     launches = [Launch("parts", 64, 0, 8, True), Launch("parts", 64, 0, 0), Launch("total", 1)]
     with emulator.settings(blocks=blocks, order=order):
-        z, scratch = emulator.call(TWO_LAUNCHES, launches, [x], [((1,), np.float32), ((8,), np.float32)], [len(x)], zeroed=[1])
+        z, scratch = emulator.call(
+            TWO_LAUNCHES, launches, [x], [((1,), np.float32), ((8,), np.float32)], [len(x)], zeroed=[1]
+        )
     assert z[0] == x.sum()
     assert np.count_nonzero(scratch) == min(blocks, 8)
 

@@ -145,7 +145,10 @@ def test_address_sanitizer_accepts_what_is_right(order: str) -> None:
         ("  s[threadIdx.x] = 1; __syncwarp(); z[threadIdx.x] = s[threadIdx.x ^ 32];", True),
         ("  s[threadIdx.x] = 1; __shfl_sync(~0u, 1, 0); z[threadIdx.x] = s[threadIdx.x ^ 1];", True),
         ("  s[threadIdx.x] = 1; __syncthreads(); z[threadIdx.x] = s[threadIdx.x ^ 32];", False),
-        ("  for (int i : {1, 2}) { s[threadIdx.x] = i; __syncthreads(); z[threadIdx.x] = s[63 - threadIdx.x]; }", True),
+        (
+            "  for (int i = 2; i; --i) { s[threadIdx.x] = i; __syncthreads(); z[threadIdx.x] = s[63 - threadIdx.x]; }",
+            True,
+        ),
         ("  all[blockIdx.x * 64 + threadIdx.x] = 1;", False),
         ("  all[blockIdx.x + threadIdx.x * 2] = 1; if (blockIdx.x == 0 && threadIdx.x == 9) all[3] = 2;", True),
         ("  atomicAdd(all + threadIdx.x, 1);", False),

@@ -1,6 +1,7 @@
 """The way from CUDA text to a launch: compiler, cache on disk, custom call and its handler."""
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 import tomllib
@@ -32,15 +33,15 @@ extern "C" __global__ void __launch_bounds__(128) reverse(const Args args) {
 """
 SPILLING = """struct Args { void* buffers[2]; long long sizes[1]; };
 extern "C" __global__ void __launch_bounds__(1024) spill(const Args args) {
-  __shared__ float fixed[25];
+  __shared__ float fixed[28];
   const float* from = static_cast<const float*>(args.buffers[0]);
   float kept[100];
   #pragma unroll
   for (int i = 0; i < 100; ++i) kept[i] = from[i * 1024 + threadIdx.x];
-  fixed[threadIdx.x % 25] = kept[7];
+  fixed[threadIdx.x % 28] = kept[7];
   __syncthreads();
   #pragma unroll
-  for (int i = 0; i < 100; ++i) static_cast<float*>(args.buffers[1])[i * 999 + threadIdx.x] = kept[i] + fixed[i % 25];
+  for (int i = 0; i < 100; ++i) static_cast<float*>(args.buffers[1])[i * 999 + threadIdx.x] = kept[i] + fixed[i % 28];
 }
 """
 
@@ -90,6 +91,7 @@ for library in ("libcuda.so", "libnvrtc"):
         script = """
 import sys
 sys.modules["jaxcg._cuda_ffi"] = None
+import jaxcg
 from jaxcg._errors import MissingLibraryError
 from jaxcg.runtime.ffi import require_extension
 assert jaxcg.TensorProduct.full("0e + 1o", "1o").irreps_out.dim > 0
@@ -127,7 +129,7 @@ class TestCompiler:
         assert report.spill_stores > 0
         assert report.spill_loads > 0
         assert report.stack_frame > 0
-        assert report.static_shared == 100
+        assert report.static_shared == 112
 
     def test_reports_belong_to_their_kernels(self) -> None:
         text = REVERSE + SPILLING.partition("\n")[2]
@@ -379,10 +381,10 @@ class TestAttributes:
 class TestHandler:
     """The handler's own code over a driver that records its calls."""
 
-    def call(self, x: Any, launches: list[Launch], *, image: bytes = b"sm:f,g,add_bytes", **changes: Any) -> Any:
+    def call(self, x: Any, run: list[Launch], *, image: bytes = b"sm:f,g,add_bytes", **changes: Any) -> Any:
         images, zeroed = changes.pop("images", [image]), changes.pop("zeroed", [])
         sizes = changes.pop("sizes", [x.size * x.dtype.itemsize])
-        attributes = {**call_attributes(images, "text", launches, sizes, zeroed, "a product"), **changes}
+        attributes = {**call_attributes(images, "text", run, sizes, zeroed, "a product"), **changes}
 
         def call(x: jax.Array) -> jax.Array:
             return jax.ffi.ffi_call(mock_driver.TARGET, jax.ShapeDtypeStruct(x.shape, x.dtype))(x, **attributes)
@@ -474,3 +476,124 @@ class TestHandler:
                 image=b"sm:f," + function.encode(),
                 zeroed=[0],
             )
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    """The handler over the real driver, with small kernels of its own."""
+
+    KERNELS = """struct Args { void* buffers[2]; long long sizes[2]; };
+extern "C" __global__ void add(const Args args) {
+  const long long count = args.sizes[0], added = args.sizes[1];
+  const float* from = static_cast<const float*>(args.buffers[0]);
+  float* to = static_cast<float*>(args.buffers[1]);
+  for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (long long)blockDim.x)
+    to[i] += from[i] + added;
+}
+extern "C" __global__ void grid(const Args args) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) static_cast<float*>(args.buffers[1])[0] = gridDim.x;
+}
+extern "C" __global__ void shared(const Args args) {
+  extern __shared__ __align__(16) unsigned char shared_memory[];
+  float* row = reinterpret_cast<float*>(shared_memory);
+  const long long last = args.sizes[1] - 1;
+  if (threadIdx.x == 0) row[last] = static_cast<const float*>(args.buffers[0])[0];
+  __syncthreads();
+  if (threadIdx.x == 1) static_cast<float*>(args.buffers[1])[0] = row[last];
+}
+"""
+
+    def images(self) -> list[nvrtc.CompiledImage]:
+        devices = jax.devices("gpu")
+        return [
+            cache.compile_cached(self.KERNELS, target)
+            for target in nvrtc.targets([device.compute_capability for device in devices])
+        ]
+
+    def call(self, x: jax.Array, run: list[Launch], added: int = 0, images: Any = None) -> jax.Array:
+        sizes = [x.size, added]
+        attributes = call_attributes(images or self.images(), "text", run, sizes, [0], "a product")
+        return jax.ffi.ffi_call(ffi.TARGET, jax.ShapeDtypeStruct(x.shape, x.dtype))(x, **attributes)
+
+    def test_results_under_capture_and_replay(self) -> None:
+        @jax.jit
+        def chain(x: jax.Array) -> jax.Array:
+            # Seven calls: more than the five from which XLA makes a CUDA graph.
+            for _ in range(7):
+                x = self.call(x, [Launch("add", 128, 0, 64, False), Launch("add", 128, 0, 3, True)], 1)
+            return x
+
+        kept = []
+        for start in range(6):
+            x = np.arange(1000, dtype=np.float32) + start
+            kept.append((x, chain(x)))
+        for x, z in kept:
+            for _ in range(7):
+                x = 2 * x + 2
+            np.testing.assert_array_equal(z, x)
+
+    def test_persistent_grid_is_what_is_resident(self) -> None:
+        x = jnp.zeros(1)
+        multiprocessors = self.call(x, [Launch("grid", 1024, 200_000, 100_000, True)])[0]
+        assert 1 < multiprocessors < 1000
+        assert self.call(x, [Launch("grid", 1024, 0, 100_000, True)])[0] == 2 * multiprocessors
+        assert self.call(x, [Launch("grid", 32, 0, 5, True)])[0] == 5
+        assert self.call(x, [Launch("grid", 32, 0, 100_000, False)])[0] == 100_000
+
+    def test_shared_memory_to_the_limit_of_the_device(self) -> None:
+        x = jnp.full(1, 7.0)
+        words = 163 * 1024 // 4  # 163 KB a block on sm_80, 227 KB on sm_90.
+        assert self.call(x, [Launch("shared", 32, 4 * words, 1, False)], words)[0] == 7
+
+    def test_block_too_large_for_the_device_lists_its_resources(self) -> None:
+        with pytest.raises(Exception, match=r"\(a product\): kernel shared \(32 threads of \d+ registers, 400000"):
+            jax.block_until_ready(self.call(jnp.zeros(1), [Launch("shared", 32, 400_000, 1, False)], 1))
+
+    def test_struct_of_another_size_is_refused(self) -> None:
+        attributes = call_attributes(self.images(), "text", [Launch("add", 32, 0, 1, False)], [1], [], "a product")
+        with pytest.raises(Exception, match=r"INVALID_ARGUMENT.*takes 32 bytes of arguments"):
+            x = jnp.zeros(1)
+            jax.block_until_ready(jax.ffi.ffi_call(ffi.TARGET, jax.ShapeDtypeStruct(x.shape, x.dtype))(x, **attributes))
+
+    def test_zero_rows(self) -> None:
+        assert self.call(jnp.zeros((0, 3)), [Launch("add", 32, 0, 0, False)]).shape == (0, 3)
+
+    def test_more_than_two_billion_bytes(self) -> None:
+        x = jnp.ones(2**29 + 8, jnp.float32)
+        z = self.call(x, [Launch("add", 256, 0, 4096, True)], 1)
+        assert z[-1] == 2
+        assert jnp.all(z == 2)
+
+    def test_images_of_other_architectures_are_passed_over(self) -> None:
+        images = [cache.compile_cached(self.KERNELS, target) for target in ("sm_80", "sm_100", "sm_90")]
+        x = jnp.arange(5.0)
+        np.testing.assert_array_equal(self.call(x, [Launch("add", 32, 0, 1, False)], 1, images), x + 1)
+
+    def test_no_image_that_fits_fails_at_compilation(self) -> None:
+        images = [cache.compile_cached(self.KERNELS, "sm_75")]
+        lowered = jax.jit(lambda x: self.call(x, [Launch("add", 32, 0, 1, False)], 1, images)).lower(jnp.zeros(5))
+        with pytest.raises(Exception, match=r"INVALID_ARGUMENT.*no image of this program runs.*image 1 of 1"):
+            lowered.compile()
+
+    def test_assembled_by_the_driver(self) -> None:
+        images = [cache.compile_cached(self.KERNELS, "compute_80")]
+        x = jnp.arange(5.0)
+        np.testing.assert_array_equal(self.call(x, [Launch("add", 32, 0, 1, False)], 1, images), x + 1)
+
+    def test_exported_program_needs_no_more_than_the_import(self, tmp_path: Path) -> None:
+        targets = ("sm_80", "sm_90", "sm_100")
+        images = [cache.compile_cached(self.KERNELS, target) for target in targets]
+        checks = [jax.export.DisabledSafetyCheck.custom_call(ffi.TARGET)]
+        function = jax.jit(lambda x: self.call(x, [Launch("add", 32, 0, 1, False)], 1, images))
+        exported = jax.export.export(function, platforms=["cuda"], disabled_checks=checks)(jnp.zeros(5))
+        (tmp_path / "program").write_bytes(exported.serialize())
+        script = """
+import pathlib, sys
+import jax, jax.export
+import jaxcg
+program = jax.export.deserialize(bytearray(pathlib.Path(sys.argv[1]).read_bytes()))
+assert program.call(jax.numpy.arange(5.0)).tolist() == [1, 2, 3, 4, 5]
+"""
+        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        command = [sys.executable, "-c", script, str(tmp_path / "program")]
+        subprocess.run(command, check=True, timeout=120, cwd=ROOT, env=environment)

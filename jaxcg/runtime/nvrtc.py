@@ -171,7 +171,9 @@ class _Nvrtc:
         )
         try:
             status = library.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
-            log = self._fetch("ProgramLog", program).rstrip(b"\0").decode(errors="replace").strip()
+            lines = self._fetch("ProgramLog", program).rstrip(b"\0").decode(errors="replace").splitlines()
+            # The time differs from run to run, and one text should give one image and one log.
+            log = "\n".join(line for line in lines if "Compile time" not in line)
             if status != 0:
                 return status, log or library.nvrtcGetErrorString(status).decode(), b""
             return 0, log, self._fetch("CUBIN" if machine_code else "PTX", program)

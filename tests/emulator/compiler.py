@@ -149,7 +149,7 @@ def _symbol_flags(source: str) -> list[str]:
 
 def support(define: str | None) -> list[Path]:
     """The scheduler as objects: the same for every kernel text, so compiled once."""
-    headers = [SOURCES / name for name in ("scheduler.h", "context.h", "faults.h")]
+    headers = [SOURCES / name for name in ("scheduler.h", "context.h", "faults.h", "names.h")]
     flags = [*_SUPPORT_FLAGS, *([f"-D{define}"] if define else []), f"-I{SOURCES}", "-c"]
     return [compile_once(".o", flags, [SOURCES / name], headers) for name in ("scheduler.cc", "faults.cc")]
 

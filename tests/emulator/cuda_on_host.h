@@ -120,15 +120,15 @@ inline T atomicAdd(T* address, typename std::common_type<T>::type value) {
   return before;
 }
 
-#define JAXCG_LOAD(NAME)           \
-  template <class T>               \
+#define JAXCG_LOAD(NAME)            \
+  template <class T>                \
   inline T NAME(const T* address) { \
-    return *address;               \
+    return *address;                \
   }
-#define JAXCG_STORE(NAME)                                                       \
-  template <class T>                                                            \
+#define JAXCG_STORE(NAME)                                                         \
+  template <class T>                                                              \
   inline void NAME(T* address, const typename std::common_type<T>::type& value) { \
-    *address = value;                                                           \
+    *address = value;                                                             \
   }
 JAXCG_LOAD(__ldg)
 JAXCG_LOAD(__ldca)
@@ -137,18 +137,12 @@ JAXCG_LOAD(__ldcs)
 JAXCG_STORE(__stcg)
 JAXCG_STORE(__stcs)
 
-#define JAXCG_VECTORS(T, NAME)                                                                       \
-  struct alignas(2 * sizeof(T)) NAME##2 {                                                            \
-    T x, y;                                                                                          \
-  };                                                                                                 \
-  struct NAME##3 {                                                                                   \
-    T x, y, z;                                                                                       \
-  };                                                                                                 \
-  struct alignas(16) NAME##4 {                                                                       \
-    T x, y, z, w;                                                                                    \
-  };                                                                                                 \
-  inline NAME##2 make_##NAME##2(T x, T y) { return {x, y}; }                                         \
-  inline NAME##3 make_##NAME##3(T x, T y, T z) { return {x, y, z}; }                                 \
+#define JAXCG_VECTORS(T, NAME)                                       \
+  struct alignas(2 * sizeof(T)) NAME##2 { T x, y; };                 \
+  struct NAME##3 { T x, y, z; };                                     \
+  struct alignas(16) NAME##4 { T x, y, z, w; };                      \
+  inline NAME##2 make_##NAME##2(T x, T y) { return {x, y}; }         \
+  inline NAME##3 make_##NAME##3(T x, T y, T z) { return {x, y, z}; } \
   inline NAME##4 make_##NAME##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 JAXCG_VECTORS(float, float)
 JAXCG_VECTORS(double, double)

@@ -85,7 +85,7 @@ std::string run_guarded(const Launch& launch, const std::function<void()>& body)
   stack.ss_sp = memory.data();
   stack.ss_size = memory.size();
   sigaltstack(&stack, &stack_before);
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_sigaction = on_signal;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;
   for (int number : kSignals) sigaction(number, &action, &before[number]);
@@ -146,16 +146,15 @@ struct OutOfBounds {
 
 extern "C" __attribute__((visibility("hidden"))) void __ubsan_handle_type_mismatch_v1(TypeMismatch* data,
                                                                                       uintptr_t pointer) {
-  const std::string line = " on line " + std::to_string(data->place.line) + ", column " +
-                           std::to_string(data->place.column);
+  const std::string line =
+      " on line " + std::to_string(data->place.line) + ", column " + std::to_string(data->place.column);
   if (pointer == 0) host::stop_at_fault("null pointer of type " + std::string(data->type->name) + line);
   host::stop_at_fault("misaligned address" + line + ": type " + data->type->name + " needs alignment " +
                       std::to_string(1 << data->log_alignment) + ", the address is a multiple of " +
                       std::to_string(pointer & -pointer));
 }
 
-extern "C" __attribute__((visibility("hidden"))) void __ubsan_handle_out_of_bounds(OutOfBounds* data,
-                                                                                   uintptr_t index) {
-  host::stop_at_fault("index " + std::to_string(static_cast<long long>(index)) + " is outside " +
-                      data->array->name + " on line " + std::to_string(data->place.line));
+extern "C" __attribute__((visibility("hidden"))) void __ubsan_handle_out_of_bounds(OutOfBounds* data, uintptr_t index) {
+  host::stop_at_fault("index " + std::to_string(static_cast<long long>(index)) + " is outside " + data->array->name +
+                      " on line " + std::to_string(data->place.line));
 }

@@ -37,8 +37,8 @@ class Fence {
   explicit Fence(size_t bytes) : bytes_(bytes) {
     const size_t used = (bytes + kPage - 1) / kPage * kPage;
     mapped_bytes_ = used + 2 * kGuard;
-    mapped_ = static_cast<char*>(
-        mmap(nullptr, mapped_bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    mapped_ =
+        static_cast<char*>(mmap(nullptr, mapped_bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     if (mapped_ == MAP_FAILED) {
       mapped_ = nullptr;
       return;

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxcg import _primitive
+from jaxcg._jax_internals import mlir
 
 from .compiler import SOURCES, compile_once, image
 from .standalone import ORDERS, Launch
@@ -98,9 +99,11 @@ def emulated(compile_source: Callable[[str], bytes] = image) -> Iterator[None]:
     # A function traced or compiled outside must not be found again inside, nor the reverse.
     jax.clear_caches()
     try:
-        with _primitive.lower_on_cpu_with(compile_source):
-            yield
+        rule = _primitive.kernel_lowering(lambda ctx: lambda source: [compile_source(source.text)])
+        mlir.register_lowering(_primitive.product_p, rule, platform="cpu")
+        yield
     finally:
+        mlir.register_lowering(_primitive.product_p, _primitive.lower_xla, platform="cpu")
         jax.clear_caches()
 
 

@@ -7,7 +7,6 @@
 // run, whatever the order of fibers.
 #include "scheduler.h"
 
-#include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -22,6 +21,7 @@
 
 #include "context.h"
 #include "faults.h"
+#include "names.h"
 
 // Arrays declared with __shared__ and a size; both are absent when there is none.
 extern "C" char __start_jaxcg_static_shared[] __attribute__((weak, visibility("hidden")));
@@ -85,41 +85,6 @@ Thread home;  // The launcher itself.
 Thread* current;
 std::string error;
 char launch_order;
-
-const char* name_of(Operation operation) {
-  switch (operation) {
-    case Operation::barrier: return "__syncthreads";
-    case Operation::warp_barrier: return "__syncwarp";
-    case Operation::shuffle: return "__shfl_sync";
-    case Operation::shuffle_xor: return "__shfl_xor_sync";
-    case Operation::shuffle_up: return "__shfl_up_sync";
-    case Operation::shuffle_down: return "__shfl_down_sync";
-    case Operation::ballot: return "vote";
-  }
-  return "?";
-}
-
-std::string place_of(Operation operation, int line, unsigned mask) {
-  char text[96];
-  if (operation == Operation::barrier) {
-    snprintf(text, sizeof text, "__syncthreads() on line %d", line);
-  } else {
-    snprintf(text, sizeof text, "%s(mask 0x%08x) on line %d", name_of(operation), mask, line);
-  }
-  return text;
-}
-
-std::string lanes_of(unsigned mask) {
-  std::string text;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    if (!(mask >> lane & 1)) continue;
-    int last = lane;
-    while (last + 1 < kLanes && mask >> (last + 1) & 1) ++last;
-    text += (text.empty() ? "" : ", ") + std::to_string(lane) + (last > lane ? "-" + std::to_string(last) : "");
-    lane = last;
-  }
-  return text;
-}
 
 void go_to(Thread* next, bool forever = false) {
   Thread* self = current;
