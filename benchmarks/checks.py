@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import numpy as np
-
 from peers import Apply, Convolution, is_ours, jaxcg
 from workloads import ORDERS, SLOT, SMALL, Product, operand_shapes
 

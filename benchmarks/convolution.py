@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 import report
 from checks import Reference, derivative, inspect, tolerance
 from peers import IMPLEMENTATIONS, Convolution, is_ours

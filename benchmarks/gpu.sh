@@ -6,12 +6,14 @@
 #   benchmarks/gpu.sh bench [ARGUMENTS]   our own times; ARGUMENTS go to convolution.py
 #   benchmarks/gpu.sh peers [ARGUMENTS]   the same beside the peers that are installed
 #   benchmarks/gpu.sh all                 tests, then peers
+#   benchmarks/gpu.sh do 'COMMANDS'       install once, then any of: tests, sanitize, bench, peers, convolution NAME ...
 #
 # WHEELS=DIR   no network: install nothing but our source and the wheels in DIR (a source archive there is built if the
 #              package it holds cannot be imported). Without it, pip fetches what the package needs; the peers are
 #              optional and never fetched: pip install cuequivariance-jax cuequivariance-ops-jax-cu13 e3j==0.1.3
 #              openequivariance openequivariance-extjax (the last with --no-build-isolation and OEQ_NOTORCH=1).
-# OUT=DIR      where results go (benchmarks/out).  PYTHON=python3   WORKERS=8 (test processes)   PYTEST="more arguments"
+# OUT=DIR      where results go (benchmarks/out)
+# PYTHON=python3   WORKERS=8 (test processes)   PYTEST="more arguments"   LIMIT=500 (seconds for the tests)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -36,7 +38,10 @@ install() {
     local archive name
     for archive in "$WHEELS"/*.tar.gz; do
         name=$(basename "$archive" | sed 's/-[0-9].*//')
-        [[ -e $archive ]] && ! "$PYTHON" -c "import $name" 2>/dev/null || continue
+        [[ -e $archive ]] || continue
+        if (cd benchmarks && "$PYTHON" -c "import peers; peers.load_toolkit_libraries(); import $name" 2>/dev/null); then
+            continue
+        fi
         "$PYTHON" -m pip install "${offline[@]}" --no-build-isolation "$archive" || echo "could not build $name"
     done
     "$PYTHON" -m pip install "${offline[@]}" --no-build-isolation .
@@ -52,7 +57,7 @@ prepare() {
 }
 
 tests() {
-    "$PYTHON" -m pytest tests -m gpu -q -n "$WORKERS" -p no:cacheprovider ${PYTEST:-} 2>&1 | tee "$out/tests.log"
+    timeout "${LIMIT:-500}" "$PYTHON" -m pytest tests -m gpu -q -n "$WORKERS" -p no:cacheprovider ${PYTEST:-} 2>&1 | tee "$out/tests.log"
     if tail -n 3 "$out/tests.log" | grep -Eq '[0-9]+ skipped'; then
         echo "some GPU tests were skipped"
         return 1
@@ -85,15 +90,18 @@ peers() {
 
 command=${1:-all}
 shift || true
-prepare
+case $command in
+    tests | sanitize | bench | peers | all | do) prepare ;;
+esac
 case $command in
     tests | sanitize | bench | peers) "$command" "$@" ;;
     all)
         tests
         peers
         ;;
+    do) eval "$*" ;;
     *)
-        sed -n '2,17p' "$root/benchmarks/gpu.sh"
+        sed -n '2,19p' "$root/benchmarks/gpu.sh"
         exit 2
         ;;
 esac

@@ -21,7 +21,6 @@ from typing import Any
 import e3nn_jax as e3nn
 import jax
 import numpy as np
-
 from workloads import Product
 
 Apply = Callable[..., jax.Array]
@@ -129,7 +128,7 @@ def e3nn_jax(product: Product, dtype: str, nodes: int) -> Convolution:
 
 def cuequivariance(product: Product, dtype: str, nodes: int, method: str = "uniform_1d") -> Convolution:
     """cuEquivariance; its kernel wants one multiplicity, so ragged ones are split to their greatest divisor."""
-    _load_toolkit_libraries()
+    load_toolkit_libraries()
     import cuequivariance as cue
     import cuequivariance_jax as cuex
 
@@ -154,8 +153,9 @@ def cuequivariance(product: Product, dtype: str, nodes: int, method: str = "unif
 def openequivariance(product: Product, dtype: str, nodes: int, deterministic: bool = False) -> Convolution:
     """OpenEquivariance, from the same instruction list as MACE's: weights by output slot, torch's order of irreps."""
     os.environ["OEQ_NOTORCH"] = "1"
-    _load_toolkit_libraries()
+    load_toolkit_libraries()
     import openequivariance as oeq
+
     from jaxcg import TensorProduct
 
     scalar = {"float32": np.float32, "float64": np.float64}[dtype]
@@ -233,7 +233,7 @@ def is_ours(name: str) -> bool:
     return name.startswith("jaxcg")
 
 
-def _load_toolkit_libraries() -> None:
+def load_toolkit_libraries() -> None:
     """Loads the CUDA libraries that come as Python packages, for extensions that only know a toolkit's folder."""
     spec = importlib.util.find_spec("nvidia.cu13")
     for folder in (spec.submodule_search_locations or []) if spec else []:

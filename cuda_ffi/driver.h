@@ -18,11 +18,11 @@ using Kernel = struct KernelHandle*;
 using Stream = struct StreamHandle*;
 
 constexpr Result kSuccess = 0;
-constexpr int kMultiprocessorCount = 16;         // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-constexpr int kMaxSharedPerBlockOptIn = 97;      // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-constexpr int kFunctionSharedBytes = 1;          // CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
-constexpr int kFunctionRegisters = 4;            // CU_FUNC_ATTRIBUTE_NUM_REGS
-constexpr int kFunctionMaxDynamicShared = 8;     // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kMultiprocessorCount = 16;      // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+constexpr int kMaxSharedPerBlockOptIn = 97;   // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+constexpr int kFunctionSharedBytes = 1;       // CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+constexpr int kFunctionRegisters = 4;         // CU_FUNC_ATTRIBUTE_NUM_REGS
+constexpr int kFunctionMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 struct Api {
   Result (*cuGetErrorName)(Result error, const char** name);

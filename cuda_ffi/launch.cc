@@ -118,8 +118,10 @@ ffi::Error LoadProgram(const driver::Api& api, const Call& call, Program& progra
     reasons += "image " + std::to_string(index + 1) + " of " + std::to_string(call.image_sizes.size()) + ": " + reason;
     offset += size;
   }
-  return Invalid(call, "no image of this program runs on this device (lower it again on this machine, or export it "
-                       "for this GPU's architecture). " + reasons);
+  return Invalid(call,
+                 "no image of this program runs on this device (lower it again on this machine, or export it "
+                 "for this GPU's architecture). " +
+                     reasons);
 }
 
 std::string Resources(const driver::Api& api, const Program& program, driver::Device device, size_t index,
@@ -141,8 +143,8 @@ ffi::Error Prepare(const driver::Api& api, const Call& call, Program& program, d
   const Launch launch = call.launch(index);
   const driver::Kernel kernel = program.kernels[index];
   const auto fail = [&](const char* function, driver::Result result) {
-    return Failure(call, Resources(api, program, device, index, launch) + ": " +
-                             driver::Describe(api, function, result));
+    return Failure(call,
+                   Resources(api, program, device, index, launch) + ": " + driver::Describe(api, function, result));
   };
   std::unique_lock lock(Table::Get().mutex);
   if (program.Find(device, index, launch) != nullptr) return ffi::Error::Success();
@@ -151,8 +153,8 @@ ffi::Error Prepare(const driver::Api& api, const Call& call, Program& program, d
   if (result != driver::kSuccess) return fail("cuKernelGetAttribute", result);
   if (launch.dynamic_shared_bytes > limit) {
     // Only ever raised: another call site may launch the same kernel with more.
-    result = api.cuKernelSetAttribute(driver::kFunctionMaxDynamicShared,
-                                      static_cast<int>(launch.dynamic_shared_bytes), kernel, device);
+    result = api.cuKernelSetAttribute(driver::kFunctionMaxDynamicShared, static_cast<int>(launch.dynamic_shared_bytes),
+                                      kernel, device);
     if (result != driver::kSuccess) return fail("cuKernelSetAttribute", result);
   }
   int blocks = 0;
@@ -308,9 +310,9 @@ ffi::Error Execute(driver::Stream stream, ffi::RemainingArgs operands, ffi::Rema
     const size_t expected = program->argument_bytes[index];
     if (expected != 0 && expected != num_words * sizeof(uint64_t)) {
       return Invalid(call, "kernel " + SplitNames(call.names)[index] + " takes " + std::to_string(expected) +
-                               " bytes of arguments, this call has " + std::to_string(operands.size()) +
-                               " operands, " + std::to_string(results.size()) + " results and " +
-                               std::to_string(call.sizes.size()) + " sizes of 8 bytes");
+                               " bytes of arguments, this call has " + std::to_string(operands.size()) + " operands, " +
+                               std::to_string(results.size()) + " results and " + std::to_string(call.sizes.size()) +
+                               " sizes of 8 bytes");
     }
   }
 
@@ -333,11 +335,11 @@ ffi::Error Execute(driver::Stream stream, ffi::RemainingArgs operands, ffi::Rema
     if (grids[index] == 0) continue;
     const Launch launch = call.launch(index);
     const driver::Result result = api->cuLaunchKernel(
-        program->kernels[index], static_cast<unsigned>(grids[index]), 1, 1, static_cast<unsigned>(launch.threads), 1,
-        1, static_cast<unsigned>(launch.dynamic_shared_bytes), stream, parameters, nullptr);
+        program->kernels[index], static_cast<unsigned>(grids[index]), 1, 1, static_cast<unsigned>(launch.threads), 1, 1,
+        static_cast<unsigned>(launch.dynamic_shared_bytes), stream, parameters, nullptr);
     if (result != driver::kSuccess) {
-      return Failure(call, "kernel " + SplitNames(call.names)[index] + ": " +
-                               driver::Describe(*api, "cuLaunchKernel", result));
+      return Failure(
+          call, "kernel " + SplitNames(call.names)[index] + ": " + driver::Describe(*api, "cuLaunchKernel", result));
     }
   }
   return ffi::Error::Success();

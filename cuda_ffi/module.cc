@@ -17,17 +17,20 @@ namespace ffi = ::xla::ffi;
 
 namespace {
 
-XLA_FFI_DEFINE_HANDLER(kInstantiate, jaxcg::Instantiate,
-                       ffi::Ffi::Bind<ffi::ExecutionStage::kInstantiate>().RemainingArgs().RemainingRets()
-                           .Attrs<ffi::Dictionary>());
+XLA_FFI_DEFINE_HANDLER(
+    kInstantiate, jaxcg::Instantiate,
+    ffi::Ffi::Bind<ffi::ExecutionStage::kInstantiate>().RemainingArgs().RemainingRets().Attrs<ffi::Dictionary>());
 
-XLA_FFI_DEFINE_HANDLER(kInitialize, jaxcg::Initialize,
-                       ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets()
-                           .Attrs<ffi::Dictionary>());
+XLA_FFI_DEFINE_HANDLER(
+    kInitialize, jaxcg::Initialize,
+    ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().RemainingArgs().RemainingRets().Attrs<ffi::Dictionary>());
 
 XLA_FFI_DEFINE_HANDLER(kExecute, jaxcg::Execute,
-                       ffi::Ffi::Bind().Ctx<ffi::PlatformStream<jaxcg::driver::Stream>>().RemainingArgs()
-                           .RemainingRets().Attrs<ffi::Dictionary>(),
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<jaxcg::driver::Stream>>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attrs<ffi::Dictionary>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
 nb::capsule Wrap(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); }

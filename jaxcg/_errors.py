@@ -54,5 +54,5 @@ class UnsupportedError(JaxcgError):
     """The implementation that was asked for cannot run this product."""
 
 
-class MissingLibraryError(JaxcgError):
+class MissingLibraryError(JaxcgError, ImportError):
     """A library that the call needs is not installed or cannot be loaded."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Operand: TypeAlias = e3nn.IrrepsArray | Array
 Filter: TypeAlias = IrrepsLike | None
 
-__all__ = ["convolve", "elementwise_tensor_product", "message_irreps", "tensor_product"]
+__all__ = ["convolve", "elementwise_tensor_product", "message_irreps", "tensor_product", "weighted_tensor_product"]
 
 
 def tensor_product(
@@ -160,19 +160,7 @@ def convolve(
     >>> convolve(x, y, w, senders, receivers, num_nodes=3, filter_ir_out="0e + 1o").irreps
     16x0e+16x1o
     """
-    x, y = e3nn.as_irreps_array(x), e3nn.as_irreps_array(y)
-    weights = _weights(w)
-    if len({ir for _, ir in y.irreps.simplify()}) < len(y.irreps.simplify()):
-        # Equal irreps of y lie apart: e3nn interleaves their channels in the result.
-        y = y.regroup()
-    tp = _message_product(x.irreps, y.irreps.simplify(), as_filter(filter_ir_out), weights is not None)
-    if weights is not None and (weights.ndim < 1 or weights.shape[-1] != tp.weight_numel):
-        raise ShapeError.of(
-            "w",
-            expected=f"an array with last axis {tp.weight_numel}, one weight for each channel of the messages "
-            f"{tp.irreps_out.simplify()}",
-            received=f"shape {list(weights.shape)}",
-        )
+    tp, x, y, weights = _message_operands(x, y, w, filter_ir_out)
     z = tp.convolve(
         x.array, y.array, weights, senders, receivers,
         num_nodes=num_nodes, receivers_sorted=receivers_sorted, edge_order=edge_order, impl=impl,
@@ -182,6 +170,37 @@ def convolve(
     return e3nn.IrrepsArray(tp.irreps_out.simplify(), z)
 
 
+def weighted_tensor_product(
+    x: Operand,
+    y: Operand,
+    w: Float[Array, "..."] | e3nn.IrrepsArray | None,
+    *,
+    filter_ir_out: Filter = None,
+    impl: Implementation = "auto",
+) -> e3nn.IrrepsArray:
+    r"""The messages of `convolve`, row by row: ``tensor_product(x, y, filter_ir_out=filter_ir_out) * w``.
+
+    Args:
+        x: ``[..., irreps_x.dim]``.
+        y: ``[..., irreps_y.dim]``.
+        w: ``[..., n]`` or ``[n]`` weights, as in `convolve`. Leading axes of all three broadcast.
+        filter_ir_out: output irreps to keep; None keeps all.
+        impl: ``"auto"``, ``"cuda"`` or ``"xla"``.
+
+    Returns:
+        `IrrepsArray` of shape ``[..., irreps_out.dim]``, irreps sorted and merged.
+
+    Raises:
+        ShapeError, DtypeError: an array does not fit.
+        UnsupportedError: ``impl="cuda"`` where y has a multiplicity above 1.
+
+    >>> weighted_tensor_product(e3nn.ones("2x1o", ()), e3nn.ones("0e", ()), jnp.array([1.0, 2.0]))
+    2x1o [1. 1. 1. 2. 2. 2.]
+    """
+    tp, x, y, weights = _message_operands(x, y, w, filter_ir_out)
+    return e3nn.IrrepsArray(tp.irreps_out.simplify(), tp(x.array, y.array, weights, impl=impl))
+
+
 def message_irreps(irreps_x: IrrepsLike, irreps_y: IrrepsLike, filter_ir_out: Filter = None) -> e3nn.Irreps:
     """Irreps of the messages of `convolve`: its weights are one for each of their channels.
 
@@ -189,6 +208,27 @@ def message_irreps(irreps_x: IrrepsLike, irreps_y: IrrepsLike, filter_ir_out: Fi
     16x0e+16x1o
     """
     return tensor_product(_irreps_of(irreps_x), _irreps_of(irreps_y), filter_ir_out=filter_ir_out)
+
+
+def _message_operands(
+    x: Operand, y: Operand, w: Float[Array, "..."] | e3nn.IrrepsArray | None, filter_ir_out: Filter
+) -> tuple[TensorProduct, e3nn.IrrepsArray, e3nn.IrrepsArray, Array | None]:
+    x, y = e3nn.as_irreps_array(x), e3nn.as_irreps_array(y)
+    weights = _weights(w)
+    irreps_y = y.irreps.simplify()
+    if len({ir for _, ir in blocks(irreps_y)}) < len(irreps_y):
+        # Equal irreps of y lie apart: e3nn interleaves their channels in the result.
+        y = y.regroup()
+        irreps_y = y.irreps
+    tp = _message_product(x.irreps, irreps_y, as_filter(filter_ir_out), weights is not None)
+    if weights is not None and (weights.ndim < 1 or weights.shape[-1] != tp.weight_numel):
+        raise ShapeError.of(
+            "w",
+            expected=f"an array with last axis {tp.weight_numel}, one weight for each channel of the messages "
+            f"{tp.irreps_out.simplify()}",
+            received=f"shape {list(weights.shape)}",
+        )
+    return tp, x, y, weights
 
 
 def _message_product(

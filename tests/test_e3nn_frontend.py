@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 
 import e3nn_jax as e3nn
 import jax
@@ -38,6 +39,23 @@ def normal(irreps: str, shape: tuple[int, ...], dtype: object = jnp.float64, see
     return e3nn.IrrepsArray(irreps, jnp.asarray(rng.normal(size=(*shape, e3nn.Irreps(irreps).dim)), dtype))
 
 
+def reference(name: str, x: e3nn.IrrepsArray, y: e3nn.IrrepsArray, **options: object) -> e3nn.IrrepsArray:
+    """The function of e3nn-jax, compiled (op by op it takes seconds); irreps and zero flags come from the trace."""
+    traced = []
+
+    @jax.jit
+    def compute(a: jax.Array, b: jax.Array) -> jax.Array:
+        first, second = (
+            e3nn.IrrepsArray(operand.irreps, array, zero_flags=operand.zero_flags)
+            for operand, array in ((x, a), (y, b))
+        )
+        traced.append(getattr(e3nn, name)(first, second, **options))
+        return traced[0].array
+
+    array = compute(x.array, y.array)
+    return e3nn.IrrepsArray(traced[0].irreps, array, zero_flags=traced[0].zero_flags)
+
+
 def assert_close(actual: jax.Array, expected: jax.Array, factor: float = 1.0) -> None:
     """Equal to rounding: sums of at most some hundred terms of the size of the largest entry."""
     actual, expected = np.asarray(actual), np.asarray(expected)
@@ -66,11 +84,12 @@ def test_signature_is_that_of_e3nn(name: str) -> None:
 def test_tensor_product_equals_e3nn(pair: tuple[str, str], regroup_output: bool) -> None:
     x, y = normal(pair[0], (5, 1)), normal(pair[1], (3,), seed=1)
     options = {"regroup_output": regroup_output}
-    assert_same(jaxcg.e3nn.tensor_product(x, y, **options), e3nn.tensor_product(x, y, **options))
+    assert_same(jaxcg.e3nn.tensor_product(x, y, **options), reference("tensor_product", x, y, **options))
+    expected = tuple(e3nn.tensor_product(*pair, **options))
     for first, second in [pair, (e3nn.Irreps(pair[0]), pair[1]), (pair[0], y), (x, pair[1])]:
         irreps = jaxcg.e3nn.tensor_product(first, second, **options)
         assert isinstance(irreps, e3nn.Irreps)
-        assert tuple(irreps) == tuple(e3nn.tensor_product(*pair, **options))
+        assert tuple(irreps) == expected
 
 
 @pytest.mark.parametrize("regroup_output", [True, False])
@@ -78,18 +97,18 @@ def test_tensor_product_equals_e3nn(pair: tuple[str, str], regroup_output: bool)
 def test_every_form_of_filter(keep: object, regroup_output: bool) -> None:
     x, y = normal("2x1o+3x0e+4x1o", (2,)), normal("0e+2x1o", (2,))
     options = {"filter_ir_out": keep, "regroup_output": regroup_output}
-    assert_same(jaxcg.e3nn.tensor_product(x, y, **options), e3nn.tensor_product(x, y, **options))
-    assert jaxcg.e3nn.tensor_product(x.irreps, y, **options) == e3nn.tensor_product(x, y, **options).irreps
+    assert_same(jaxcg.e3nn.tensor_product(x, y, **options), reference("tensor_product", x, y, **options))
+    assert jaxcg.e3nn.tensor_product(x.irreps, y, **options) == e3nn.tensor_product(x.irreps, y.irreps, **options)
 
 
 @pytest.mark.parametrize("normalization", [None, "component", "norm", "none"])
 def test_tensor_product_normalizations(normalization: str | None) -> None:
     x, y = normal("3x0e+2x1o", (4,)), normal("2x1o+2e", (4,))
     options = {"irrep_normalization": normalization}
-    assert_same(jaxcg.e3nn.tensor_product(x, y, **options), e3nn.tensor_product(x, y, **options))
+    assert_same(jaxcg.e3nn.tensor_product(x, y, **options), reference("tensor_product", x, y, **options))
     try:
         e3nn.config("irrep_normalization", "norm")
-        assert_same(jaxcg.e3nn.tensor_product(x, y, **options), e3nn.tensor_product(x, y, **options))
+        assert_same(jaxcg.e3nn.tensor_product(x, y, **options), reference("tensor_product", x, y, **options))
     finally:
         e3nn.config("irrep_normalization", "component")
 
@@ -100,15 +119,15 @@ def test_blocks_known_to_be_zero_stay_so(regroup_output: bool) -> None:
     x = e3nn.from_chunks(full.irreps, [full.chunks[0], None, full.chunks[2], None], (4,))
     y = e3nn.from_chunks("0e+1o", [None, normal("1o", (4,)).chunks[0]], (4,))
     options = {"regroup_output": regroup_output}
-    assert_same(jaxcg.e3nn.tensor_product(x, y, **options), e3nn.tensor_product(x, y, **options))
+    assert_same(jaxcg.e3nn.tensor_product(x, y, **options), reference("tensor_product", x, y, **options))
     zero = e3nn.from_chunks("0e", [None], (4,), jnp.float64)
-    assert_same(jaxcg.e3nn.tensor_product(x, zero, **options), e3nn.tensor_product(x, zero, **options))
+    assert_same(jaxcg.e3nn.tensor_product(x, zero, **options), reference("tensor_product", x, zero, **options))
 
 
 @pytest.mark.parametrize("dtypes", [("float32", "float32"), ("float32", "float64"), ("int32", "float32")], ids=str)
 def test_dtypes_promote_as_in_e3nn(dtypes: tuple[str, str]) -> None:
     x, y = normal("2x0e+3x1o", (4,), dtypes[0]), normal("0e+1o", (4,), dtypes[1])
-    assert_same(jaxcg.e3nn.tensor_product(x, y), e3nn.tensor_product(x, y))
+    assert_same(jaxcg.e3nn.tensor_product(x, y), reference("tensor_product", x, y))
 
 
 def test_plain_arrays_are_scalars() -> None:
@@ -124,7 +143,7 @@ def test_gradients_of_tensor_product_equal_those_of_e3nn(pair: tuple[str, str]) 
         return lambda x, y: jnp.sum(jnp.sin(function(x, y).array))
 
     ours = jax.jit(jax.grad(loss(jaxcg.e3nn.tensor_product), argnums=(0, 1)))(x, y)
-    theirs = jax.grad(loss(e3nn.tensor_product), argnums=(0, 1))(x, y)
+    theirs = jax.jit(jax.grad(loss(e3nn.tensor_product), argnums=(0, 1)))(x, y)
     for mine, reference in zip(ours, theirs, strict=True):
         assert_same(mine, reference, factor=4)
 
@@ -134,7 +153,7 @@ def test_gradients_of_tensor_product_equal_those_of_e3nn(pair: tuple[str, str]) 
 def test_elementwise_equals_e3nn(pair: tuple[str, str], keep: str | None) -> None:
     x, y = normal(pair[0], (5, 1)), normal(pair[1], (3,), seed=1)
     if "0x" not in pair[0]:  # e3nn fails there
-        expected = e3nn.elementwise_tensor_product(x, y, filter_ir_out=keep)
+        expected = reference("elementwise_tensor_product", x, y, filter_ir_out=keep)
         assert_same(jaxcg.e3nn.elementwise_tensor_product(x, y, filter_ir_out=keep), expected)
         assert jaxcg.e3nn.elementwise_tensor_product(*pair, filter_ir_out=keep) == expected.irreps
     else:
@@ -151,6 +170,7 @@ SENDERS = jnp.asarray([0, 1, 1, 4, 2, 2, 0, 3, 4, 4, 1, 0])
 RECEIVERS = jnp.asarray([1, 0, 4, 1, 2, 1, 1, 0, 4, 2, 0, 1])  # node 3 receives nothing; repeated and self edges
 
 
+@partial(jax.jit, static_argnums=(3, 4))
 def message_passing(
     x: e3nn.IrrepsArray, y: e3nn.IrrepsArray, w: jax.Array | None, keep: object, scale: float
 ) -> e3nn.IrrepsArray:
@@ -158,7 +178,8 @@ def message_passing(
     messages = e3nn.tensor_product(x[SENDERS], y, filter_ir_out=keep)
     if w is not None:
         messages = messages * w
-    return e3nn.scatter_sum(messages, dst=RECEIVERS, output_size=NODES) * scale
+    z = e3nn.scatter_sum(messages, dst=RECEIVERS, output_size=NODES)
+    return e3nn.IrrepsArray(z.irreps, z.array * scale)
 
 
 def operands(pair: tuple[str, str], keep: object, dtype: str) -> tuple[e3nn.IrrepsArray, e3nn.IrrepsArray, jax.Array]:
@@ -192,7 +213,7 @@ def test_gradients_of_convolve_equal_those_of_the_layer(pair: tuple[str, str]) -
     def theirs(x: e3nn.IrrepsArray, y: e3nn.IrrepsArray, w: jax.Array) -> jax.Array:
         return jnp.sum(jnp.sin(message_passing(x, y, w, keep, 1.0).array))
 
-    for order in (1, 2):
+    for order in (1, 2) if pair == PAIRS["unsorted-x"] else (1,):
         gradients = []
         for function in (ours, theirs):
             if order == 2:  # as training on forces: a gradient of a function of the gradient with respect to y

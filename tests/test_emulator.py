@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxcg
 from tests import emulator
 from tests._emulator_kernels import BLOCK_SUM, ORDERS, SHUFFLES, TWO_LAUNCHES, fault_of, kernel
 from tests.emulator import Launch, compiler, handler
@@ -198,10 +199,42 @@ def test_many_calls_of_one_program() -> None:
         one = jax.ffi.ffi_call("jaxcg_launch", jax.ShapeDtypeStruct((1,), np.float64), vmap_method="sequential")
         return [one(x * factor, **given) for factor in range(6)]
 
-    with jax.enable_x64(True):
+    with handler.double_precision():
         x = np.arange(256.0)
         for _ in range(3):
             np.testing.assert_array_equal(np.ravel(sums(x)), x.sum() * np.arange(6))
+
+
+def test_the_library_takes_its_kernels_inside_emulated_only() -> None:
+    product = jaxcg.TensorProduct.channelwise("5x0e+5x1o", "0e+1o", "0e+1o")
+    x, y, w = (
+        np.random.default_rng(size).normal(size=(7, size)).astype(np.float32)
+        for size in (product.irreps_in1.dim, product.irreps_in2.dim, product.weight_numel)
+    )
+    texts: list[str] = []
+
+    def compile_source(text: str) -> bytes:
+        texts.append(text)
+        return emulator.image(text)
+
+    @jax.jit
+    def squares(x: jax.Array, y: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.numpy.sum(product(x, y, w) ** 2)
+
+    def has_call() -> bool:
+        return "jaxcg_launch" in squares.lower(x, y, w).as_text()
+
+    expected = squares(x, y, w)
+    assert not has_call()
+    with emulator.emulated(compile_source):
+        assert has_call() and len(texts) == 1
+        np.testing.assert_allclose(squares(x, y, w), expected, rtol=1e-5)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="no kernel"):
+            with emulator.emulated(lambda text: emulator.image(text.replace("jaxcg_0", "renamed"))):
+                squares(x, y, w)
+        assert has_call()
+    assert not has_call()
+    np.testing.assert_array_equal(squares(x, y, w), expected)
 
 
 def test_the_portable_context_switch() -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from tests import emulator
 from tests._emulator_kernels import BLOCK_SUM, ORDERS, SHUFFLES, TWO_LAUNCHES, fault_of, kernel
-from tests.emulator import Launch, run_standalone
+from tests.emulator import Launch, compiler, run_standalone
 
 
 def test_dropped_barrier_shows_in_some_order_and_as_a_race() -> None:
@@ -170,3 +170,14 @@ def test_thread_sanitizer_finds_races(body: str, is_race: bool) -> None:
     run = run_standalone(source, launches, [np.zeros(128, np.int32)], sanitize="thread")
     assert ("data race" in run.stderr) == is_race, run.stderr
     assert run.returncode == (66 if is_race else 0)
+
+
+@pytest.mark.parametrize("sanitize, expected", [("address", "heap-buffer-overflow"), ("thread", "data race")])
+def test_a_custom_call_under_a_sanitizer(sanitize: compiler.Sanitizer, expected: str) -> None:
+    image = emulator.sanitized_image(sanitize)
+    x, launches = np.arange(64.0), [Launch("k", 64, 512, 3, True)]
+    with emulator.settings(blocks=2):
+        (z,) = emulator.call([image(BLOCK_SUM)], launches, [x], [((3,), np.float64)], [64])
+    np.testing.assert_array_equal(z, [x.sum(), x.sum(), np.nan])
+    spoiled = BLOCK_SUM.replace("    __syncthreads();\n", "").replace("x + threadIdx.x", "x + threadIdx.x + 1")
+    assert expected in fault_of([image(spoiled)], launches, [x], [((3,), np.float64)], [64])

@@ -29,6 +29,7 @@ class DeviceLimits:
         code_bytes: loop code of one launch.
         warps: warps a block.
         multiprocessors: most multiprocessors that a grid is sized for.
+        channels: channels a lane to choose from.
     """
 
     shared_bytes: int = 96 * 1024
@@ -36,6 +37,7 @@ class DeviceLimits:
     code_bytes: int = 20 * 1024
     warps: int = 16
     multiprocessors: int = 160
+    channels: tuple[int, ...] = (1, 2)
 
 
 @dataclass(frozen=True)
@@ -127,11 +129,11 @@ def _roles_of_block(
 ) -> list[Role]:
     """The cheapest cut of one x block over channels a lane: fewest instructions an edge, all warps together."""
     best: tuple[int, list[Role]] | None = None
-    for channels in (1, 2):
+    for channels in limits.channels:
         roles = _split(coupling, terms, block, channels, itemsize, limits.registers)
         total = sum(role.chunks * role.cost.instructions for role in roles)
         spills = any(role.cost.registers > 240 for role in roles)
-        if channels > 1 and spills:
+        if channels > min(limits.channels) and spills:
             continue
         if best is None or total < best[0]:
             best = (total, roles)

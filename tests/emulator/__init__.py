@@ -5,7 +5,7 @@ blocks. `image` turns kernel text into what the CPU handler of ``jaxcg_launch`` 
 handler, `run_standalone` in a process of its own under AddressSanitizer or ThreadSanitizer.
 """
 
-from .compiler import BuildError, build, image, kernel_names
+from .compiler import BuildError, build, image, kernel_names, sanitized_image
 from .handler import call, emulated, register, settings
 from .standalone import Launch, StandaloneResult, run_standalone
 
@@ -20,5 +20,6 @@ __all__ = [
     "kernel_names",
     "register",
     "run_standalone",
+    "sanitized_image",
     "settings",
 ]

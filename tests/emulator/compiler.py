@@ -6,7 +6,7 @@ import platform
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -187,3 +187,8 @@ def build(source: str, *, sanitize: Sanitizer | None = None) -> Path:
 def image(source: str) -> bytes:
     """Kernel text to what the attribute `images` holds for the CPU handler: the path of the shared object."""
     return os.fsencode(build(source))
+
+
+def sanitized_image(sanitize: Sanitizer) -> Callable[[str], bytes]:
+    """Kernel text to a program with a sanitizer. The handler runs it for each call; a finding is the call's error."""
+    return lambda source: os.fsencode(build(source, sanitize=sanitize))

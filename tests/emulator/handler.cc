@@ -1,5 +1,5 @@
 // Target `jaxcg_launch` for the CPU: the same attributes as the CUDA handler, read by the same code, but an image is
-// the path of a shared object made from kernel text.
+// the path of a shared object made from kernel text, or of a program where a sanitizer needs a process of its own.
 #include <dlfcn.h>
 #include <stdint.h>
 #include <string.h>
@@ -14,6 +14,7 @@
 
 #include "call.h"
 #include "scheduler.h"
+#include "subprocess.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace {
@@ -69,7 +70,9 @@ class Fence {
   char* begin_ = nullptr;
 };
 
+// A shared object, or a program for `run_in_process`.
 struct Image {
+  std::string program;
   decltype(&jaxcg_host_launch) launch = nullptr;
   decltype(&jaxcg_host_has_kernel) has_kernel = nullptr;
 };
@@ -81,6 +84,11 @@ Image find_image(const jaxcg::Call& call, const std::vector<std::string>& names,
   for (int64_t size : call.image_sizes) {
     const std::string path(call.images.substr(offset, static_cast<size_t>(size)));
     offset += static_cast<size_t>(size);
+    if (path.size() < 3 || path.compare(path.size() - 3, 3, ".so") != 0) {
+      Image program;
+      program.program = path;
+      return program;
+    }
     Image& image = loaded[path];
     if (image.launch == nullptr) {
       void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
@@ -114,7 +122,8 @@ ffi::Error launch(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   const std::vector<std::string> names = jaxcg::SplitNames(call.names);
   const Image image = find_image(call, names, fault);
-  if (image.launch == nullptr) return ffi::Error::InvalidArgument(jaxcg::Explain(call, "no image loads: " + fault));
+  if (image.launch == nullptr && image.program.empty())
+    return ffi::Error::InvalidArgument(jaxcg::Explain(call, "no image loads: " + fault));
 
   std::vector<std::unique_ptr<Fence>> fences;
   std::vector<host::Region> regions;
@@ -142,13 +151,14 @@ ffi::Error launch(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::
   }
   for (int64_t size : call.sizes) arguments.push_back(size);
 
+  char error[4096] = "";
+  std::vector<host::Launch> launches;
   for (size_t index = 0; index < names.size(); ++index) {
     const jaxcg::Launch asked = call.launch(index);
-    char error[4096] = "";
     host::Launch run{};
     run.kernel = names[index].c_str();
     run.arguments = arguments.data();
-    run.argument_bytes = static_cast<long long>(arguments.size() * sizeof(int64_t));
+    run.argument_bytes = static_cast<long long>(arguments.size() * sizeof(arguments[0]));
     run.threads = asked.threads;
     run.shared_bytes = asked.dynamic_shared_bytes;
     run.blocks = asked.persistent ? std::min<int64_t>(asked.max_blocks, settings.blocks) : asked.max_blocks;
@@ -159,11 +169,20 @@ ffi::Error launch(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::
     run.num_regions = static_cast<int>(regions.size());
     run.error = error;
     run.error_bytes = sizeof error;
-    if (run.blocks > 0 && image.launch(&run) != 0) return ffi::Error::Internal(jaxcg::Explain(call, error));
+    if (run.blocks > 0) launches.push_back(run);
+  }
+  if (!image.program.empty()) {
+    const std::vector<long long> sizes(call.sizes.begin(), call.sizes.end());
+    fault = run_in_process(image.program, launches, regions, operands.size(), sizes);
+    if (!fault.empty()) return ffi::Error::Internal(jaxcg::Explain(call, fault));
+    launches.clear();
+  }
+  for (const host::Launch& run : launches) {
+    if (image.launch(&run) != 0) return ffi::Error::Internal(jaxcg::Explain(call, error));
     for (size_t buffer = operands.size(); buffer < fences.size(); ++buffer) {
       if (fences[buffer]->is_whole()) continue;
-      return ffi::Error::Internal(jaxcg::Explain(call, "kernel '" + names[index] + "': wrote beside buffer " +
-                                                           std::to_string(buffer) + " (" +
+      return ffi::Error::Internal(jaxcg::Explain(call, "kernel '" + std::string(run.kernel) +
+                                                           "': wrote beside buffer " + std::to_string(buffer) + " (" +
                                                            std::to_string(regions[buffer].bytes) + " bytes)"));
     }
   }

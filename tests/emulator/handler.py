@@ -37,8 +37,13 @@ _in_force = [_Settings()]
 def _library() -> ctypes.CDLL:
     include, cuda_ffi = Path(jax.ffi.include_dir()), _REPOSITORY / "cuda_ffi"
     # The attributes are read by the CUDA handler's own code, so that its checks run here too.
-    sources = [SOURCES / "handler.cc", cuda_ffi / "call.cc"]
-    headers = [SOURCES / "scheduler.h", cuda_ffi / "call.h", *sorted((include / "xla/ffi/api").glob("*.h"))]
+    sources = [SOURCES / "handler.cc", SOURCES / "subprocess.cc", cuda_ffi / "call.cc"]
+    headers = [
+        SOURCES / "scheduler.h",
+        SOURCES / "subprocess.h",
+        cuda_ffi / "call.h",
+        *sorted((include / "xla/ffi/api").glob("*.h")),
+    ]
     flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared"]
     flags += [f"-I{path}" for path in (SOURCES, cuda_ffi, include)] + ["-ldl"]
     return ctypes.CDLL(str(compile_once(".so", flags, sources, headers)))
@@ -88,23 +93,34 @@ def settings(
         _configure(previous)
 
 
+_lowerings: list[Callable[..., Any]] = [_primitive.lower_xla]
+
+
+def _lower_with(lowering: Callable[..., Any]) -> None:
+    # A function traced or compiled under the one lowering must not be found again under the other.
+    jax.clear_caches()
+    mlir.register_lowering(_primitive.product_p, lowering, platform="cpu")
+
+
 @contextlib.contextmanager
 def emulated(compile_source: Callable[[str], bytes] = image) -> Iterator[None]:
     """Inside, programs for the CPU take the path of the GPU: kernels, through the custom call, on the emulator.
 
+    Clears JAX's caches on the way in and out. A compiled program keeps the path it was compiled for.
+
     Args:
-        compile_source: kernel text to the attribute `images`. A test of the tests gives one that spoils the text.
+        compile_source: kernel text to the attribute `images`. `sanitized_image` runs every call in a process of its
+            own, under a sanitizer; a test of the tests spoils the text.
     """
     register()
-    # A function traced or compiled outside must not be found again inside, nor the reverse.
-    jax.clear_caches()
+    lowering = _primitive.kernel_lowering(lambda ctx: lambda source: [compile_source(source.text)])
+    _lowerings.append(lowering)
+    _lower_with(lowering)
     try:
-        rule = _primitive.kernel_lowering(lambda ctx: lambda source: [compile_source(source.text)])
-        mlir.register_lowering(_primitive.product_p, rule, platform="cpu")
         yield
     finally:
-        mlir.register_lowering(_primitive.product_p, _primitive.lower_xla, platform="cpu")
-        jax.clear_caches()
+        _lowerings.pop()
+        _lower_with(_lowerings[-1])
 
 
 def attributes(
@@ -121,6 +137,17 @@ def attributes(
         "zeroed": np.array(zeroed, np.int64),
         "problem": "test of the emulator",
     }
+
+
+@contextlib.contextmanager
+def double_precision() -> Iterator[None]:
+    """float64 and int64 inside. (`jax.enable_x64` is not in every JAX that is tested.)"""
+    before = jax.config.read("jax_enable_x64")
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
 
 
 def call(
@@ -147,6 +174,6 @@ def call(
     register()
     images = [image(source)] if isinstance(source, str) else source
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
-    with jax.enable_x64(True):
+    with double_precision():
         made = jax.ffi.ffi_call("jaxcg_launch", shapes)(*operands, **attributes(launches, images, sizes, zeroed))
         return [np.asarray(array) for array in made]

@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include <fstream>
 #include <sstream>
@@ -47,6 +48,7 @@ int main(int argc, char** argv) {
   };
   for (const host::Region& region : regions) append(&region.begin);
   for (const long long& size : sizes) append(&size);
+  alarm(static_cast<unsigned>(seconds));  // An endless loop.
   char error[4096] = "";
   for (size_t index = 0; index < launches.size(); ++index) {
     host::Launch& launch = launches[index];

@@ -102,8 +102,8 @@ const jaxcg::driver::Api kApi = [] {
   api.cuMemsetD8Async = [](unsigned long long address, unsigned char value, size_t bytes,
                            jaxcg::driver::Stream stream) {
     std::memset(reinterpret_cast<void*>(address), value, bytes);
-    return mock().Record("cuMemsetD8Async", std::to_string(bytes) + " stream " +
-                                                std::to_string(reinterpret_cast<size_t>(stream)));
+    return mock().Record("cuMemsetD8Async",
+                         std::to_string(bytes) + " stream " + std::to_string(reinterpret_cast<size_t>(stream)));
   };
   api.cuLaunchKernel = [](Kernel kernel, unsigned grid, unsigned grid_y, unsigned grid_z, unsigned threads, unsigned,
                           unsigned, unsigned shared, jaxcg::driver::Stream stream, void** parameters, void**) {
@@ -145,9 +145,9 @@ std::string Describe(const Api& api, const char* function, Result result) {
 
 }  // namespace jaxcg::driver
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(mock_instantiate, jaxcg::Instantiate,
-                              ffi::Ffi::Bind<ffi::ExecutionStage::kInstantiate>().RemainingArgs().RemainingRets()
-                                  .Attrs<ffi::Dictionary>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    mock_instantiate, jaxcg::Instantiate,
+    ffi::Ffi::Bind<ffi::ExecutionStage::kInstantiate>().RemainingArgs().RemainingRets().Attrs<ffi::Dictionary>());
 // XLA runs no initialize stage on the CPU: the first execution does that work.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(mock_execute, ExecuteOnStream7,
                               ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs<ffi::Dictionary>());

@@ -1,0 +1,237 @@
+"""The one table of cases, and what every kernel test needs of a case: operands, term sets, oracle, tolerance."""
+
+import json
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxcg
+from jaxcg import _reference, _terms
+from jaxcg._coupling import Coupling
+from jaxcg._primitive import Call, resolve
+from jaxcg._terms import TermSet
+
+WORKLOADS = json.loads(Path(__file__).with_name("workloads.json").read_text())
+
+ORDERS = ("forward", "backward", "double_backward")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A product and a graph.
+
+    Attributes:
+        name: test id.
+        irreps_in1, irreps_in2, keep: the channelwise product; `keep` filters the output irreps, None keeps all.
+        nodes, edges: size of the random graph.
+        layout: layout of x and z.
+        graph: how edges are drawn: "random" (unsorted, repeated, self and absent edges), "sorted", "star" (one
+            receiver), "isolated" (most nodes without edges), "absent" (no edge is inside).
+        weighted: whether paths have weights.
+        indexed: False: the plain product, `edges` rows.
+    """
+
+    name: str
+    irreps_in1: str
+    irreps_in2: str
+    keep: str | None
+    nodes: int = 23
+    edges: int = 150
+    layout: str = "mul_ir"
+    graph: str = "random"
+    weighted: bool = True
+    indexed: bool = True
+
+    @property
+    def product(self) -> jaxcg.TensorProduct:
+        tp = jaxcg.TensorProduct.channelwise(self.irreps_in1, self.irreps_in2, self.keep, layout=self.layout)
+        if self.weighted:
+            return tp
+        bare = tuple((*ins[:4], False, ins[5]) for ins in tp.instructions)
+        return replace_instructions(tp, bare)
+
+    def reduced(self, most: int) -> "Case":
+        """The same product with multiplicities of at most `most`, ragged ones still ragged."""
+        muls = sorted({mul_ir.mul for mul_ir in jaxcg.TensorProduct.channelwise(self.irreps_in1, "0e").irreps_in1})
+        if not muls or muls[-1] <= most:
+            return self
+        scale = most / muls[-1]
+        terms = [term.split("x") if "x" in term else ("1", term) for term in self.irreps_in1.split("+")]
+        shrunk = "+".join(f"{max(1, round(int(mul) * scale))}x{ir}" for mul, ir in terms)
+        return replace(self, irreps_in1=shrunk)
+
+
+def replace_instructions(tp: jaxcg.TensorProduct, instructions: tuple) -> jaxcg.TensorProduct:
+    """The same product with other instructions."""
+    return jaxcg.TensorProduct(
+        tp.irreps_in1, tp.irreps_in2, tp.irreps_out, instructions, layout=tp.layout,
+        irrep_normalization=tp.irrep_normalization, path_normalization=tp.path_normalization,
+    )  # fmt: skip
+
+
+# Every uvu row of the workloads, alternating layout and order of edges so that each meets both kinds of product.
+PRODUCTS = tuple(
+    Case(
+        name,
+        row["in1"],
+        row["in2"],
+        row["out"],
+        layout=("mul_ir", "ir_mul")[number % 2],
+        graph=("random", "sorted")[number // 2 % 2],
+    )
+    for number, (name, row) in enumerate(WORKLOADS["products"].items())
+    if row["mode"] == "uvu"
+)
+
+_SMALL = ("0e+1o+2e", "0e+1o+2e")
+ODD = (
+    Case("mul-1", "0e+1o", *_SMALL),
+    Case("mul-33-and-5", "33x0e+5x1o+5x1e", *_SMALL, layout="ir_mul"),
+    Case("ragged-small", "5x0e+2x1o+7x2e", *_SMALL, graph="sorted"),
+    Case("one-path-to-scalar", "40x1o", "1o", "0e"),
+    Case("pseudoscalars", "10x0o+3x1e", "0e+1o", None, layout="ir_mul"),
+    Case("l5", "5x5e", "3e", "5e"),
+    Case("l5-mul-13", "13x5e", "3e", "5e", layout="ir_mul"),
+    Case("single-channel-2e-3e", "2e", "3e", "2e"),
+    Case("five-scalars", "5x0e", "1o", "1o"),
+    Case("docking-40x0o", "10x1o+40x0o", "0e+1o+2e", None),
+    Case("unused-x-block", "7x0e+9x1o", "1o", "1o"),
+    Case("mul-130", "130x0e+96x1o", "0e+1o", "0e+1o", layout="ir_mul"),
+    Case("star", "20x0e+20x1o", *_SMALL, graph="star"),
+    Case("isolated", "20x0e+20x1o", *_SMALL, nodes=300, edges=40, graph="isolated", layout="ir_mul"),
+    Case("all-absent", "4x0e+4x1o", *_SMALL, graph="absent"),
+    Case("one-edge", "33x0e+3x1o", *_SMALL, nodes=3, edges=1),
+    Case("unweighted", "20x0e+33x1o", *_SMALL, weighted=False),
+    Case("plain-product", "33x0e+5x1o", *_SMALL, indexed=False),
+    Case("plain-product-unweighted", "8x0e+40x1o+2x2e", *_SMALL, indexed=False, weighted=False, layout="ir_mul"),
+)
+CASES = PRODUCTS + ODD
+
+
+@lru_cache(maxsize=8)
+def term_sets(weighted: bool = True) -> dict[str, TermSet]:
+    """The term sets of the three orders, made by the library's own rewrites."""
+    forward = _terms.forward(weighted)
+    count = len(forward.operands)
+    pushed = _terms.jvp(forward, [True] * count)
+    backward = _terms.transpose(pushed, [False] * count + [True] * count, [True])
+    backward = _terms.prune(backward, [True] * count)[0]
+    count += 1
+    pushed = _terms.jvp(backward, [True] * count)
+    double = _terms.transpose(pushed, [False] * count + [True] * count, [True] * (count - 1))
+    double = _terms.prune(double, [True] * count)[0]
+    return {"forward": forward, "backward": backward, "double_backward": double}
+
+
+def make_graph(case: Case, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Senders and receivers of a case, int32, in canonical form (absent edge: sender -1, receiver in range)."""
+    rng = np.random.default_rng(seed)
+    n, e = case.nodes, case.edges
+    senders, receivers = rng.integers(0, n, e), rng.integers(0, n, e)
+    if case.graph == "star":
+        receivers[:] = n // 2
+    elif case.graph == "isolated":
+        receivers = rng.choice([1, n // 2, n - 2], e)
+    elif case.graph == "absent":
+        senders[:] = -1
+    if case.graph == "sorted":
+        receivers = np.sort(receivers)
+    elif case.graph == "random":
+        senders = np.where(rng.random(e) < 0.1, -1, senders)
+        senders[: e // 4] = receivers[: e // 4]
+    return senders.astype(np.int32), receivers.astype(np.int32)
+
+
+def make_call(case: Case, impl: str = "auto") -> Call:
+    """The primitive's call for a case, as the public operations make it."""
+    ordered = case.indexed and case.graph != "sorted"
+    rows = case.edges
+    return Call(
+        product=case.product, expanded=False, swapped=False, weighting="streamed" if case.weighted else "none",
+        indexed=case.indexed, ordered=ordered, shared=False, num_rows=rows,
+        num_x=case.nodes if case.indexed else rows, num_z=case.nodes if case.indexed else rows, impl=impl,
+    )  # fmt: skip
+
+
+def make_arguments(
+    case: Case, terms: TermSet, dtype: str, seed: int = 0
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Indices and operands of a term set, standard normal; NaN wherever an absent edge would be read."""
+    call = make_call(case)
+    rng = np.random.default_rng(seed + 1)
+    indices: list[jax.Array] = []
+    absent = np.zeros(call.num_rows, bool)
+    if case.indexed:
+        senders, receivers = make_graph(case, seed)
+        absent = senders < 0
+        indices = [jnp.asarray(senders), jnp.asarray(receivers)]
+        if call.ordered:
+            indices.append(jnp.asarray(np.argsort(receivers, kind="stable").astype(np.int32)))
+    operands = []
+    for slot in terms.operands:
+        array = rng.standard_normal(call.shape(slot)).astype(dtype)
+        if slot in "yw":
+            array[absent] = np.nan
+        operands.append(jnp.asarray(array))
+    return indices, operands
+
+
+def _evaluate(call: Call, coupling: Coupling, terms: TermSet, indices: list, operands: list) -> list[np.ndarray]:
+    results = _reference.evaluate(
+        coupling, terms, indices[0] if call.indexed else None, indices[1] if call.indexed else None, operands,
+        num_rows=call.num_rows, num_x=call.num_x, num_z=call.num_z, shared=False,
+    )  # fmt: skip
+    return [np.asarray(result) for result in results]
+
+
+@lru_cache(maxsize=256)
+def _magnitudes_of(call: Call) -> Coupling:
+    coupling = resolve(call.product, call.expanded, call.swapped, call.weighting)
+    return replace(
+        coupling,
+        paths=tuple(
+            replace(path, entries=tuple((i, j, k, abs(c)) for i, j, k, c in path.entries)) for path in coupling.paths
+        ),
+    )
+
+
+def expected(
+    case: Case, terms: TermSet, indices: list[jax.Array], operands: list[jax.Array]
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The result in float64, and for each of its elements the sum of the magnitudes of all its summands."""
+    call = make_call(case)
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        wide = [jnp.asarray(np.asarray(operand), "float64") for operand in operands]
+        exact = _evaluate(call, call.coupling, terms, indices, wide)
+        sizes = _evaluate(call, _magnitudes_of(call), terms, indices, [jnp.abs(operand) for operand in wide])
+    return exact, sizes
+
+
+def bound(sizes: np.ndarray, dtype: str) -> np.ndarray:
+    """Largest error of a sum that was computed in `dtype`, element by element.
+
+    Each summand carries at most 8 roundings of its own factors (coefficient, M, two products, two derivative
+    products, two partial sums), and n summands add up to sqrt(n) roundings of the running sum if roundings are
+    independent (Higham, Accuracy and Stability, section 2.8). The running sum is at most the sum of magnitudes. n
+    is 64 here: sums are split into lanes, warps and receivers, none of which adds more in a row in these cases.
+    """
+    eps = np.finfo(dtype).eps
+    return (8 + np.sqrt(64.0)) * eps * sizes
+
+
+def assert_matches(actual: list[jax.Array], exact: list[np.ndarray], sizes: list[np.ndarray], dtype: str, what: str) -> None:
+    """Compare every output on its own, element by element."""
+    assert len(actual) == len(exact)
+    for number, (got, want, size) in enumerate(zip(actual, exact, sizes, strict=True)):
+        got = np.asarray(got, "float64")
+        assert got.shape == want.shape, f"{what}: output {number} has shape {got.shape}, expected {want.shape}"
+        error = np.abs(got - want)
+        wrong = ~(error <= bound(size, dtype) + np.finfo(dtype).tiny)
+        assert not wrong.any(), (
+            f"{what}: output {number}: {wrong.sum()} of {wrong.size} elements are off, first at "
+            f"{np.argwhere(wrong)[0].tolist()}: {got[wrong][0]!r} instead of {want[wrong][0]!r}"
+        )
