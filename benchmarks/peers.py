@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import e3nn_jax as e3nn
 import jax
@@ -98,7 +98,13 @@ def _described(tp: Any, product: Product) -> dict[str, np.ndarray]:
     return slot_labels(product, weight_order, slot_order, tp.layout)
 
 
-def jaxcg(product: Product, dtype: str, nodes: int, layout: str = "ir_mul", impl: str = "cuda") -> Convolution:
+def jaxcg(
+    product: Product,
+    dtype: str,
+    nodes: int,
+    layout: Literal["mul_ir", "ir_mul"] = "ir_mul",
+    impl: Literal["cuda", "xla"] = "cuda",
+) -> Convolution:
     """Ours."""
     from jaxcg import TensorProduct
 

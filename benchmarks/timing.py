@@ -76,8 +76,9 @@ def measure_dispatched(function: Callable[..., Any], operands: tuple[jax.Array, 
     times: list[float] = []
     for _ in range(3):
         start = time.perf_counter()
+        results = None
         for _ in range(calls):
-            results = function(*operands)
+            results = function(*operands)  # each result is freed by the next: they may be gigabytes
         jax.block_until_ready(results)
         times.append((time.perf_counter() - start) / calls * 1e3)
     return float(np.median(times))

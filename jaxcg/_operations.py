@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxcg import _terms
 from jaxcg._coupling import Coupling
-from jaxcg._errors import DtypeError, GraphError, ShapeError, UnsupportedError
+from jaxcg._errors import DtypeError, GraphError, OptionError, ShapeError, UnsupportedError
 from jaxcg._primitive import Call, apply, resolve
 from jaxcg._problem import TensorProduct
 
@@ -56,6 +57,37 @@ def sort_edges(senders: Int[Array, " edge"], receivers: Int[Array, " edge"], num
     del senders
     receivers = jnp.clip(jnp.asarray(receivers), 0, max(num_nodes - 1, 0))
     return EdgeOrder(jnp.argsort(receivers, stable=True).astype(jnp.int32))
+
+
+def path_taken(
+    tp: TensorProduct, *, convolution: bool = True, impl: str = "auto", platform: str | None = None
+) -> Literal["cuda", "xla"]:
+    """Which path a call takes: generated kernels (``"cuda"``) or plain XLA operations (``"xla"``).
+
+    Args:
+        tp: the product.
+        convolution: whether the call is `TensorProduct.convolve`, or the plain product.
+        impl: the argument of the call.
+        platform: the platform that the call is compiled for, such as ``"cpu"`` or ``"cuda"``; None for the default
+            backend of this process.
+
+    Returns:
+        The path. `TensorProduct.kernel_support` says why.
+
+    Raises:
+        OptionError: `impl` is none of the three.
+        UnsupportedError: ``impl="cuda"`` for a product without kernels.
+
+    Example:
+        >>> tp = TensorProduct.channelwise("8x0e", "0e+1o")
+        >>> path_taken(tp, platform="cuda"), path_taken(tp, platform="cpu"), path_taken(tp, impl="xla", platform="cuda")
+        ('cuda', 'xla', 'xla')
+    """
+    _check_impl(tp, impl, graph=convolution)
+    platform = platform or jax.default_backend()
+    support = tp.kernel_support()
+    runs = support.ok and not (support.swapped and convolution)
+    return "cuda" if impl != "xla" and runs and platform in ("cuda", "gpu") else "xla"
 
 
 def multiply(
@@ -229,6 +261,19 @@ def _evaluate(
     return jnp.zeros((num_z, tp.irreps_out.dim), x.dtype) if total is None else total
 
 
+def _relayout(y: Float[Array, "rows y_dim"], tp: TensorProduct) -> Float[Array, "rows y_dim"]:
+    """Rows of y with each block in the layout of the product."""
+    if tp.layout == "mul_ir":
+        return y
+    blocks: list[Array] = []
+    at = 0
+    for mul, ir in tp.irreps_in2:
+        block = y[:, at : at + mul * ir.dim].reshape(-1, mul, ir.dim)
+        blocks.append(block.swapaxes(1, 2).reshape(-1, mul * ir.dim))
+        at += mul * ir.dim
+    return jnp.concatenate(blocks, axis=1) if blocks else y
+
+
 def _private_slots(coupling: Coupling) -> bool:
     """Whether every output slot belongs to exactly one path."""
     slots = sorted((path.out_offset, path.mul_out * (2 * path.l3 + 1)) for path in coupling.paths)
@@ -315,7 +360,7 @@ def _check_graph(senders: Array, receivers: Array, num_nodes: int) -> None:
 
 def _check_impl(tp: TensorProduct, impl: str, graph: bool) -> None:
     if impl not in IMPLEMENTATIONS:
-        raise UnsupportedError(f"`impl` must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}")
+        raise OptionError(f"`impl` must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}")
     if impl == "cuda":
         support = tp.kernel_support()
         if not support.ok:

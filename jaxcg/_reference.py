@@ -43,12 +43,12 @@ def dense_coefficients(path: Path) -> np.ndarray:
     return dense
 
 
-def _split(row: Float[Array, "b dim"], offset: int, mul: int, l: int, layout: str) -> Float[Array, "b mul m"]:
+def _split(row: Float[Array, "b dim"], offset: int, mul: int, degree: int, layout: str) -> Float[Array, "b mul m"]:
     """One irreps block of a row as [row, channel, component]."""
-    flat = row[:, offset : offset + mul * (2 * l + 1)]
+    flat = row[:, offset : offset + mul * (2 * degree + 1)]
     if layout == "ir_mul":
-        return flat.reshape(-1, 2 * l + 1, mul).swapaxes(1, 2)
-    return flat.reshape(-1, mul, 2 * l + 1)
+        return flat.reshape(-1, 2 * degree + 1, mul).swapaxes(1, 2)
+    return flat.reshape(-1, mul, 2 * degree + 1)
 
 
 def _join(block: Float[Array, "b mul m"], layout: str) -> Float[Array, "b dim"]:

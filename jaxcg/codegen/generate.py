@@ -106,7 +106,9 @@ def generate(
         f"{', edges through an order' if ordered else ''}",
         *(
             f"// launch {n}: "
-            + "; ".join(f"paths {role.paths} x {role.chunks} warps of {32 * role.channels} channels" for role in launch.roles)
+            + "; ".join(
+                f"paths {role.paths} x {role.chunks} warps of {32 * role.channels} channels" for role in launch.roles
+            )
             for n, launch in enumerate(schedule.launches)
         ),
         prelude(),

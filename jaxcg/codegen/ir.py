@@ -123,8 +123,6 @@ class Builder:
         self._ops.append(Op(code, value, args, at, number))
         return value
 
-    def emit(
-        self, code: str, out: Value | None, *args: Value, at: tuple[int, ...] = (), number: float = 1.0
-    ) -> None:
+    def emit(self, code: str, out: Value | None, *args: Value, at: tuple[int, ...] = (), number: float = 1.0) -> None:
         """Emit an operation that adds to an accumulator or stores."""
         self._ops.append(Op(code, out, args, at, number))

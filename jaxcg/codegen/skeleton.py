@@ -75,7 +75,9 @@ def _step(problem: Problem, components: int) -> int:
     return 32 if problem.coupling.layout == "ir_mul" else 32 * components
 
 
-def _z_moves(problem: Problem, role: LoweredRole, table: tuple[tuple[int, int, object], ...]) -> list[tuple[str, int, str]]:
+def _z_moves(
+    problem: Problem, role: LoweredRole, table: tuple[tuple[int, int, object], ...]
+) -> list[tuple[str, int, str]]:
     """(offset, step, value name) for each component of a z row of this role."""
     moves = []
     for n, k, value in table:
@@ -189,9 +191,14 @@ def render_role(
     def flush() -> list[str]:
         lines = []
         for order, output in enumerate(problem.z_outputs):
-            scratch = f"static_cast<T*>({problem.extra(0)}) + ({order} * args.sizes[3] + blockIdx.x) * {coupling.dim_out}ll"
+            scratch = (
+                f"static_cast<T*>({problem.extra(0)}) + ({order} * args.sizes[3] + blockIdx.x) * {coupling.dim_out}ll"
+            )
             target = f"{problem.output(output)} + row * {coupling.dim_out}ll"
-            lines += [f"T* const to{output} = continued ? {scratch} : {target};", *write_z(f"to{output}", False, output)]
+            lines += [
+                f"T* const to{output} = continued ? {scratch} : {target};",
+                *write_z(f"to{output}", False, output),
+            ]
         return lines
 
     def zero_rows(start: str, end: str) -> list[str]:
@@ -349,7 +356,9 @@ def _transpose_sums(
     return lines
 
 
-def render_y_sum(problem: Problem, launch: Launch, roles: tuple[LoweredRole, ...], name: str, base: int, first: bool) -> list[str]:
+def render_y_sum(
+    problem: Problem, launch: Launch, roles: tuple[LoweredRole, ...], name: str, base: int, first: bool
+) -> list[str]:
     """The function that adds the y gradients of all warps and writes (first launch) or adds them to the result."""
     width = problem.coupling.dim_in2
     union = sorted({j for role in roles for j in role.y_components})
@@ -377,7 +386,9 @@ def render_y_sum(problem: Problem, launch: Launch, roles: tuple[LoweredRole, ...
                 warp += 1
         lines.append("      }")
         target = f"{problem.output(output)}[edge * {width} + j]"
-        lines.append(f"      {target} = sum;" if first else f"      if ({_member(tuple(union), width)}) {target} += sum;")
+        lines.append(
+            f"      {target} = sum;" if first else f"      if ({_member(tuple(union), width)}) {target} += sum;"
+        )
         lines.append("    }")
     return [*lines, "  }", "}"]
 
@@ -414,13 +425,17 @@ def render_fix_up(problem: Problem, schedule: Schedule, groups: list[list[tuple[
             "    if (row >= 0 && (block == 0 || continued[block] != row)) {",
         ]
         for order, output in enumerate(problem.z_outputs):
-            lines += [
-                f"      T* const z = {problem.output(output)} + row * {width}ll;",
-                f"      const T* const scratch = static_cast<const T*>({problem.extra(0)}) + {order} * args.sizes[3] * {width}ll;",
-            ] if order == 0 else [
-                f"      T* const z{order} = {problem.output(output)} + row * {width}ll;",
-                f"      const T* const scratch{order} = static_cast<const T*>({problem.extra(0)}) + {order} * args.sizes[3] * {width}ll;",
-            ]
+            lines += (
+                [
+                    f"      T* const z = {problem.output(output)} + row * {width}ll;",
+                    f"      const T* const scratch = static_cast<const T*>({problem.extra(0)}) + {order} * args.sizes[3] * {width}ll;",
+                ]
+                if order == 0
+                else [
+                    f"      T* const z{order} = {problem.output(output)} + row * {width}ll;",
+                    f"      const T* const scratch{order} = static_cast<const T*>({problem.extra(0)}) + {order} * args.sizes[3] * {width}ll;",
+                ]
+            )
             suffix = "" if order == 0 else str(order)
             for start, length in columns:
                 lines += [
@@ -435,7 +450,9 @@ def render_fix_up(problem: Problem, schedule: Schedule, groups: list[list[tuple[
     return [*lines, "}"]
 
 
-def render_kernel(problem: Problem, schedule: Schedule, number: int, roles: tuple[LoweredRole, ...], name: str) -> list[str]:
+def render_kernel(
+    problem: Problem, schedule: Schedule, number: int, roles: tuple[LoweredRole, ...], name: str
+) -> list[str]:
     """One launch: its role functions and the kernel that hands warps to roles."""
     launch = schedule.launches[number]
     tables = [0]
@@ -456,9 +473,7 @@ def render_kernel(problem: Problem, schedule: Schedule, number: int, roles: tupl
     for n, role in enumerate(roles):
         role_name = f"{name}_role_{n}"
         exclusive = not problem.indexed and sharers[role.paths[0].in1_block] == 1
-        lines += render_role(
-            problem, launch, role, role_name, tables[n], tables[-1], warp, sum_name, exclusive
-        )
+        lines += render_role(problem, launch, role, role_name, tables[n], tables[-1], warp, sum_name, exclusive)
         start = f"warp - {warp - role.role.chunk_start}" if warp != role.role.chunk_start else "warp"
         warp += role.role.chunks
         test = f"if (warp < {warp}) " if n + 1 < len(roles) else ""

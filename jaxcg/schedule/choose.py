@@ -155,7 +155,7 @@ def _finish(coupling: Coupling, terms: TermSet, roles: list[Role], itemsize: int
     return Launch(packed, batch, max(1, min(8, 65536 // (threads * (-(-registers // 8) * 8)))))
 
 
-def choose(coupling: Coupling, terms: TermSet, itemsize: int, limits: DeviceLimits = DeviceLimits()) -> Schedule:  # noqa: B008
+def choose(coupling: Coupling, terms: TermSet, itemsize: int, limits: DeviceLimits = DeviceLimits()) -> Schedule:
     """Lay a term set over launches, roles and lanes.
 
     Args:

@@ -52,38 +52,137 @@ __device__ __forceinline__ Lanes<T, C> zeros() {
   return r;
 }
 
-// `left` is the number of channels from this lane's first to the end of the block: channel t exists if 32 t < left.
-// FULL: all channels of all lanes exist, no predicate.
-template <bool FULL, int C, class T>
-__device__ __forceinline__ Lanes<T, C> load(const T* p, int step, int left) {
-  Lanes<T, C> r;
+// Where lane values live in memory. Packed: the C channels of a lane side by side, moved by one vector access.
+// Strided: channel t at t * step, for layouts where lane neighbours must be memory neighbours. `left` is the number of
+// channels from this lane's first to the end of the block: channel t exists if 32 t < left. FULL: all exist.
+template <bool PACKED, bool FULL, int C>
+struct Access {};
+
+template <class T, int C>
+struct alignas(sizeof(T) * C <= 16 ? sizeof(T) * C : 16) Pack {
+  T v[C];
+};
+
+template <bool FULL, int C>
+struct Access<true, FULL, C> {
+  template <class T>
+  __device__ __forceinline__ static Lanes<T, C> load(const T* p, int, int) {
+    const Pack<T, C> q = *reinterpret_cast<const Pack<T, C>*>(p);
+    Lanes<T, C> r;
 #pragma unroll
-  for (int t = 0; t < C; ++t) r.v[t] = (FULL || 32 * t < left) ? __ldg(p + t * step) : T(0);
-  return r;
+    for (int t = 0; t < C; ++t) r.v[t] = q.v[t];
+    return r;
+  }
+  template <class T>
+  __device__ __forceinline__ static void store(T* p, int, int, const Lanes<T, C>& a) {
+    Pack<T, C> q;
+#pragma unroll
+    for (int t = 0; t < C; ++t) q.v[t] = a.v[t];
+    *reinterpret_cast<Pack<T, C>*>(p) = q;
+  }
+};
+
+template <bool FULL, int C>
+struct Access<false, FULL, C> {
+  template <class T>
+  __device__ __forceinline__ static Lanes<T, C> load(const T* p, int step, int left) {
+    Lanes<T, C> r;
+#pragma unroll
+    for (int t = 0; t < C; ++t) r.v[t] = (FULL || 32 * t < left) ? p[t * step] : T(0);
+    return r;
+  }
+  template <class T>
+  __device__ __forceinline__ static void store(T* p, int step, int left, const Lanes<T, C>& a) {
+#pragma unroll
+    for (int t = 0; t < C; ++t)
+      if (FULL || 32 * t < left) p[t * step] = a.v[t];
+  }
+};
+
+// Add N neighbours to memory that other warps add to. One vector reduction where the hardware has it (sm_90).
+template <int N>
+__device__ __forceinline__ void add_atomically(float* p, const float* a) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (N == 4) {
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(a[0]), "f"(a[1]), "f"(a[2]), "f"(a[3])
+                 : "memory");
+    return;
+  } else if constexpr (N == 2) {
+    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(a[0]), "f"(a[1]) : "memory");
+    return;
+  }
+#endif
+#pragma unroll
+  for (int t = 0; t < N; ++t) atomicAdd(p + t, a[t]);
 }
 
-// Read once by the whole grid: do not keep it in the cache.
-template <bool FULL, int C, class T>
-__device__ __forceinline__ Lanes<T, C> load_streaming(const T* p, int step, int left) {
-  Lanes<T, C> r;
+template <int N>
+__device__ __forceinline__ void add_atomically(double* p, const double* a) {
 #pragma unroll
-  for (int t = 0; t < C; ++t) r.v[t] = (FULL || 32 * t < left) ? __ldcs(p + t * step) : T(0);
-  return r;
+  for (int t = 0; t < N; ++t) atomicAdd(p + t, a[t]);
 }
 
-template <bool FULL, int C, class T>
-__device__ __forceinline__ void store(T* p, int step, int left, const Lanes<T, C>& a) {
-#pragma unroll
-  for (int t = 0; t < C; ++t)
-    if (FULL || 32 * t < left) __stcs(p + t * step, a.v[t]);
+// Move a run of `count` elements from shared to global memory, whole warp, W elements a lane at a time: added
+// atomically, or stored where nobody else writes.
+template <bool EXCLUSIVE, int W, class T>
+__device__ __forceinline__ void move_run(T* global, const T* shared, int count, int lane) {
+  for (int k = W * lane; k < count; k += 32 * W) {
+    const Pack<T, W> q = *reinterpret_cast<const Pack<T, W>*>(shared + k);
+    if constexpr (EXCLUSIVE)
+      *reinterpret_cast<Pack<T, W>*>(global + k) = q;
+    else
+      add_atomically<W>(global + k, q.v);
+  }
 }
 
-template <bool FULL, int C, class T>
-__device__ __forceinline__ void add_atomically(T* p, int step, int left, const Lanes<T, C>& a) {
-#pragma unroll
-  for (int t = 0; t < C; ++t)
-    if (FULL || 32 * t < left) atomicAdd(p + t * step, a.v[t]);
-}
+// Asynchronous copies from global to shared memory, in groups: `wait<N>` returns when all but the last N groups of
+// this thread are there; another thread's copies are there after its wait and a barrier. On the host a copy happens
+// when it is waited for, so that a missing wait shows.
+struct CopyQueue {
+#ifdef __CUDA_ARCH__
+  template <int BYTES>
+  __device__ __forceinline__ void copy(void* shared, const void* global, bool exists) {
+    const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    const int bytes = exists ? BYTES : 0;  // the rest is filled with zeros
+    if constexpr (BYTES == 16)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
+    else
+      asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(to), "l"(global), "r"(bytes), "n"(BYTES)
+                   : "memory");
+  }
+  __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  template <int N>
+  __device__ __forceinline__ void wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+  }
+#else
+  struct Copy {
+    unsigned char* to;
+    const unsigned char* from;
+    int bytes, exists, group;
+  };
+  Copy pending[512];
+  int count = 0, group = 0;
+  template <int BYTES>
+  void copy(void* shared, const void* global, bool exists) {
+    pending[count++] =
+        Copy{static_cast<unsigned char*>(shared), static_cast<const unsigned char*>(global), BYTES, exists, group};
+  }
+  void commit() { ++group; }
+  template <int N>
+  void wait() {
+    int kept = 0;
+    for (int n = 0; n < count; ++n) {
+      if (pending[n].group >= group - N) {
+        pending[kept++] = pending[n];
+        continue;
+      }
+      for (int b = 0; b < pending[n].bytes; ++b) pending[n].to[b] = pending[n].exists ? pending[n].from[b] : 0;
+    }
+    count = kept;
+  }
+#endif
+};
 
 template <class T, int C>
 __device__ __forceinline__ Lanes<T, C> mul(const Lanes<T, C>& a, const Lanes<T, C>& b) {
