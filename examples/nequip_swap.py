@@ -16,9 +16,10 @@ import e3nn_jax as e3nn
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import jaxcg.e3nn
 import numpy as np
 from jaxtyping import Array, Float, Int
+
+import jaxcg.e3nn
 
 CUTOFF = 3.0
 NUM_SPECIES = 3
@@ -196,12 +197,12 @@ def compare(dtype: Any = jnp.float32, side: int = 3, seed: int = 0) -> Compariso
     return Comparison(energy_a, energy_b, forces_a, forces_b)
 
 
-def main() -> None:
-    """Print the comparison."""
+def main(argv: list[str] | None = None) -> Comparison:
+    """Print the comparison and return it."""
     parser = argparse.ArgumentParser(description="Swap e3nn-jax message passing for a jaxcg convolution.")
     parser.add_argument("--float64", action="store_true", help="compute in float64")
     parser.add_argument("--side", type=int, default=3, help="atoms along each edge of the cluster (default: 3)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     jax.config.update("jax_enable_x64", arguments.float64)
     dtype = jnp.float64 if arguments.float64 else jnp.float32
     result = compare(dtype, arguments.side)
@@ -209,6 +210,7 @@ def main() -> None:
     print(f"energy: e3nn-jax {result.energy:.12g}, jaxcg {result.swapped_energy:.12g}")
     print(f"relative difference of the energies: {result.energy_error:.1e}")
     print(f"largest difference of a force component, over the largest component: {result.force_error:.1e}")
+    return result
 
 
 if __name__ == "__main__":

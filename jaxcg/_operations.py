@@ -125,10 +125,10 @@ def _multiply(
         v if v is None or (v is w and shared) else jnp.broadcast_to(v, (*shape, v.shape[-1])).reshape(rows, v.shape[-1])
         for v in (x, y, w)
     ]
+    # Only mul_ir products are swapped: the layout covers x and z, and y, which takes the place of x, is mul_ir.
     swapped = tp.kernel_support().swapped
     if swapped:
-        # The layout covers blocks of x and z; y, which takes the place of x here, is mul_ir until now.
-        flat[0], flat[1] = _relayout(flat[1], tp), flat[0]
+        flat[0], flat[1] = flat[1], flat[0]
     z = _evaluate(tp, flat[0], flat[1], flat[2], (), rows=rows, num_z=rows, swapped=swapped, impl=impl)
     return z.reshape(*shape, z.shape[-1])
 

@@ -1,32 +1,18 @@
 """The swap example: energy and forces with `jaxcg.e3nn.convolve` equal those of the layer as it was, to rounding."""
 
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
-sys.path.insert(0, str(EXAMPLES))
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
-import nequip_swap  # noqa: E402
-
-
-@pytest.fixture(scope="module", autouse=True)
-def float64() -> Iterator[None]:
-    before = jax.config.read("jax_enable_x64")
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
+import nequip_swap
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64], ids=["float32", "float64"])
-def test_energy_and_forces_are_equal_to_rounding(dtype: type) -> None:
-    result = nequip_swap.compare(dtype)
+def check(result: nequip_swap.Comparison, dtype: type) -> None:
     eps = float(np.finfo(dtype).eps)
     assert result.forces.dtype == result.swapped_forces.dtype == dtype
     # Sums over some 20 neighbours and 50 channels, twice, and their derivative; terms of both signs.
@@ -37,9 +23,21 @@ def test_energy_and_forces_are_equal_to_rounding(dtype: type) -> None:
     assert np.all(np.abs(result.forces).max(axis=1) > 1e-3)
 
 
-def test_the_command_prints_the_differences() -> None:
-    command = [sys.executable, str(EXAMPLES / "nequip_swap.py"), "--side", "2", "--float64"]
-    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
-    assert "8 atoms, float64" in output
-    assert "relative difference of the energies" in output
-    assert "largest difference of a force component" in output
+def test_float32_is_equal_to_rounding() -> None:
+    check(nequip_swap.compare(jnp.float32), jnp.float32)
+
+
+def test_float64_is_equal_to_rounding_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    result = nequip_swap.main(["--float64"])
+    check(result, jnp.float64)
+    printed = capsys.readouterr().out
+    assert "27 atoms, float64" in printed
+    assert f"relative difference of the energies: {result.energy_error:.1e}" in printed
+    assert f"over the largest component: {result.force_error:.1e}" in printed
+
+
+def test_the_swapped_layer_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Half the messages, and only the swapped model changes.
+    convolve = nequip_swap.jaxcg.e3nn.convolve
+    monkeypatch.setattr(nequip_swap.jaxcg.e3nn, "convolve", lambda *a, **k: convolve(*a, **k) * 0.5)
+    assert nequip_swap.compare(jnp.float32, side=2).force_error > 0.05

@@ -7,11 +7,12 @@ from importlib.resources import files
 
 from jaxcg._coupling import Coupling
 from jaxcg._terms import TermSet
+from jaxcg.codegen.kernel import render_fix_up, render_kernel
 from jaxcg.codegen.lower import LoweredRole, lower_role
+from jaxcg.codegen.problem import Problem
 from jaxcg.codegen.render import Number
-from jaxcg.codegen.skeleton import Problem, render_fix_up, render_kernel
 from jaxcg.codegen.verify import verify
-from jaxcg.schedule.choose import Schedule, shared_elements
+from jaxcg.schedule import Schedule, plan_shared
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class KernelSource:
         launches: its kernels, in order.
         zeroed: outputs that must be zero before the first launch.
         scratch_rows: rows of dim_out elements in the first buffer after the outputs, for each block; 0 for none.
-        continued_size: int32 elements of the second buffer after the outputs, for each possible block count; 0 for none.
+        continued_size: int32 elements of the second buffer after the outputs, for each possible block
+            count; 0 for none.
         max_blocks: most blocks of a launch that the text can work with.
     """
 
@@ -91,8 +93,8 @@ def generate(
             verify(lowered.program, entries=len(lowered.entries))
             roles.append(lowered)
         name = f"jaxcg_{number}"
-        body += render_kernel(problem, schedule, number, tuple(roles), name) + [""]
-        shared = shared_elements(coupling, terms, launch.roles, launch.batch) * itemsize
+        body += [*render_kernel(problem, schedule, number, tuple(roles), name), ""]
+        shared = plan_shared(coupling, terms, launch).total * itemsize
         launches.append(KernelLaunch(name, 32 * launch.warps, shared, persistent=True))
         columns.append(_columns(roles, coupling.layout))
     if problem.has_scratch:
@@ -121,7 +123,7 @@ def generate(
         text="\n".join(head + body) + "\n",
         launches=tuple(launches),
         zeroed=tuple(n for n, out in enumerate(terms.outputs) if out.slot == "x"),
-        scratch_rows=len(problem.z_outputs) if problem.has_scratch else 0,
+        scratch_rows=len(problem.outputs("z")) if problem.has_scratch else 0,
         continued_size=len(schedule.launches) if problem.has_scratch else 0,
         max_blocks=schedule.max_blocks,
     )

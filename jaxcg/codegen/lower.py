@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from jaxcg._coupling import Coupling, Path
 from jaxcg._terms import Term, TermSet
 from jaxcg.codegen.ir import LANES, SCALAR, Builder, Program, Value
-from jaxcg.schedule.choose import Role
+from jaxcg.schedule import Role
 from jaxcg.schedule.cost import Columns, distinct_columns
 
 

@@ -31,19 +31,17 @@ class Number:
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where a role reads and writes: expressions for pointers at this lane's first channel, and channel steps.
+    """Where a program reads and writes.
 
     Attributes:
-        w: (operand, path number) -> pointer.
+        w: (operand, path number) -> expression of the weights of this lane.
         m: y operand -> pointer to the M row of the edge.
-        gw: (output, path number) -> pointer.
-        full: whether all lanes hold existing channels, as a C++ literal.
+        gw: (output, path number, value) -> statement that stores a gradient of the weights.
     """
 
     w: Callable[[int, int], str]
     m: Callable[[int], str]
-    gw: Callable[[int, int], str]
-    full: str
+    gw: Callable[[int, int, str], str]
 
 
 def _declaration(value: Value, channels: int) -> str:
@@ -67,11 +65,10 @@ def _statements(op: Op, channels: int, number: Number, at: Addresses, loaded: se
     args = [arg.name for arg in op.args]
     out = op.out.name if op.out is not None else ""
     lanes = f"<T, {channels}>"
-    moved = f"<{at.full}, {channels}>"
     sign = "-" if op.number < 0 else ""
     match op.code:
         case "load_w":
-            return [f"const Lanes{lanes} {out} = load_streaming{moved}({at.w(*op.at)}, 32, left);"]
+            return [f"const Lanes{lanes} {out} = {at.w(*op.at)};"]
         case "load_m":
             operand, entry = op.at
             quad = entry // 4
@@ -99,7 +96,7 @@ def _statements(op: Op, channels: int, number: Number, at: Addresses, loaded: se
         case "axpy":
             return [f"{out} += {number.literal(op.number)} * {args[0]};"]
         case "store_w":
-            return [f"store{moved}({at.gw(*op.at)}, 32, left, {args[0]});"]
+            return [f"{at.gw(*op.at, args[0])};"]
     raise AssertionError(f"no text for operation {op.code}")
 
 

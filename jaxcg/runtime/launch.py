@@ -1,6 +1,7 @@
 """From one call of the primitive to its custom call: schedule, text, image, attributes."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxcg._coupling import Coupling
 from jaxcg._errors import UnsupportedError
 from jaxcg._primitive import Call
 from jaxcg._terms import TermSet
@@ -20,22 +22,37 @@ from jaxcg.schedule import DeviceLimits, choose
 _EDGES_PER_BLOCK = 4
 _MOST_ROWS = 2**31 - 1
 
-Compiler = Callable[[KernelSource], Sequence[nvrtc.CompiledImage | bytes]]
+# Shared memory of a multiprocessor, and the most that one block may have, by architecture (CUDA programming guide,
+# compute capabilities). An architecture that is not listed gets the least of all since sm_80.
+_SHARED = {80: (164, 163), 87: (164, 163), 90: (228, 227), 100: (228, 227), 103: (228, 227)}
+_LEAST_SHARED = (100, 99)
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """How texts become images.
+
+    Attributes:
+        compile: from a text to its images, in the order in which they are tried.
+        limits: what schedules may use on every device that an image is for.
+    """
+
+    compile: Callable[[KernelSource], Sequence[nvrtc.CompiledImage | bytes]]
+    limits: DeviceLimits = field(default_factory=DeviceLimits)
 
 
 @lru_cache(maxsize=1024)
 def source_of(
-    call_key: tuple[Any, ...], terms: TermSet, itemsize: int, limits: DeviceLimits = DeviceLimits()
+    coupling: Coupling, indexed: bool, ordered: bool, terms: TermSet, itemsize: int, limits: DeviceLimits
 ) -> KernelSource:
     """The text of a call; it depends on the product and the kind of call, never on the size of the graph."""
-    coupling, indexed, ordered = call_key
     schedule = choose(coupling, terms, itemsize, limits)
     return generate(coupling, terms, schedule, indexed=indexed, ordered=ordered, itemsize=itemsize)
 
 
-def kernel_source(call: Call, terms: TermSet, itemsize: int) -> KernelSource:
+def kernel_source(call: Call, terms: TermSet, itemsize: int, limits: DeviceLimits) -> KernelSource:
     """The text that `call` runs."""
-    return source_of((call.coupling, call.indexed, call.ordered), terms, itemsize)
+    return source_of(call.coupling, call.indexed, call.ordered, terms, itemsize, limits)
 
 
 def targets_of(ctx: Any) -> tuple[str, ...]:
@@ -50,9 +67,22 @@ def targets_of(ctx: Any) -> tuple[str, ...]:
     return nvrtc.targets(())
 
 
+def limits_of(targets: Sequence[str]) -> DeviceLimits:
+    """What every one of the targets offers.
+
+    >>> limits_of(["sm_90"]).shared_bytes, limits_of(["sm_90", "sm_86"]).shared_bytes
+    (232448, 101376)
+    """
+    offered = [_SHARED.get(int(target.partition("_")[2]), _LEAST_SHARED) for target in targets]
+    total, block = min(offered)
+    return DeviceLimits(shared_bytes=1024 * block, shared_total=1024 * total)
+
+
 def compile_for(targets: Sequence[str]) -> Compiler:
     """A compiler of texts by NVRTC, through the cache on disk."""
-    return lambda source: [cache.compile_cached(source.text, target) for target in targets]
+    return Compiler(
+        lambda source: [cache.compile_cached(source.text, target) for target in targets], limits_of(targets)
+    )
 
 
 def custom_call(call: Call, terms: TermSet, compiler: Compiler) -> Callable[..., list[Array]]:
@@ -61,7 +91,7 @@ def custom_call(call: Call, terms: TermSet, compiler: Compiler) -> Callable[...,
     Args:
         call: the call.
         terms: its term set.
-        compiler: turns a text into images.
+        compiler: turns texts into images.
 
     Returns:
         A function to be lowered in place of the primitive: one ``jaxcg_launch`` custom call. Scratch memory is a
@@ -75,7 +105,7 @@ def custom_call(call: Call, terms: TermSet, compiler: Compiler) -> Callable[...,
 
     def run(*operands: Array) -> list[Array]:
         dtype = operands[-1].dtype
-        source = kernel_source(call, terms, dtype.itemsize)
+        source = kernel_source(call, terms, dtype.itemsize, compiler.limits)
         blocks = max(1, min(source.max_blocks, call.num_rows // _EDGES_PER_BLOCK))
         results = [jax.ShapeDtypeStruct(call.shape(out.slot), dtype) for out in terms.outputs]
         if source.scratch_rows:
@@ -88,7 +118,7 @@ def custom_call(call: Call, terms: TermSet, compiler: Compiler) -> Callable[...,
             for launch in source.launches
         ]
         attributes = ffi.call_attributes(
-            compiler(source),
+            compiler.compile(source),
             source.digest,
             launches,
             [call.num_rows, call.num_x, call.num_z, blocks],

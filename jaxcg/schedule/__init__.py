@@ -4,5 +4,6 @@ Pure functions of the problem; nothing here knows CUDA text (`jaxcg.codegen` fol
 """
 
 from jaxcg.schedule.choose import DeviceLimits, Launch, Role, Schedule, choose
+from jaxcg.schedule.shared import SharedPlan, is_packed, plan_shared
 
-__all__ = ["DeviceLimits", "Launch", "Role", "Schedule", "choose"]
+__all__ = ["DeviceLimits", "Launch", "Role", "Schedule", "SharedPlan", "choose", "is_packed", "plan_shared"]

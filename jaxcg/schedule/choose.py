@@ -10,11 +10,13 @@ sequence of launches. What decides (measurements of one H200, mace-large):
 - Accumulators of a role live in registers: a role that would need more than the budget is split by paths.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxcg._coupling import Coupling, Path
+from jaxcg._errors import UnsupportedError
 from jaxcg._terms import TermSet
-from jaxcg.schedule.cost import RoleCost, count_factors, distinct_columns, estimate
+from jaxcg.schedule.cost import RoleCost, count_factors, estimate
+from jaxcg.schedule.shared import plan_shared
 
 INSTRUCTION_BYTES = 16
 
@@ -25,6 +27,7 @@ class DeviceLimits:
 
     Attributes:
         shared_bytes: dynamic shared memory a block.
+        shared_total: shared memory of a multiprocessor, which its resident blocks divide.
         registers: registers a thread that a role is planned for; 168 leaves room for 12 warps.
         code_bytes: loop code of one launch.
         warps: warps a block.
@@ -32,7 +35,8 @@ class DeviceLimits:
         channels: channels a lane to choose from.
     """
 
-    shared_bytes: int = 96 * 1024
+    shared_bytes: int = 99 * 1024
+    shared_total: int = 100 * 1024
     registers: int = 168
     code_bytes: int = 20 * 1024
     warps: int = 16
@@ -66,11 +70,13 @@ class Launch:
     Attributes:
         roles: the roles of a block, warps in this order.
         batch: edges for which M is made at once, at most 32.
-        blocks_per_multiprocessor: resident blocks that registers are limited for.
+        stages: edges whose operands are on their way to shared memory or there, for each warp.
+        blocks_per_multiprocessor: resident blocks that registers and shared memory are divided for.
     """
 
     roles: tuple[Role, ...]
     batch: int
+    stages: int
     blocks_per_multiprocessor: int
 
     @property
@@ -89,20 +95,6 @@ class Schedule:
 
     launches: tuple[Launch, ...]
     max_blocks: int
-
-
-def shared_stride(coupling: Coupling, role: Role) -> int:
-    """Elements between the M rows of two edges: whole quads, an odd number, so that lanes hit different banks."""
-    quads = sum(-(-len(distinct_columns(coupling.paths[p]).columns) // 4) for p in role.paths)
-    return 4 * (quads | 1)
-
-
-def shared_elements(coupling: Coupling, terms: TermSet, roles: tuple[Role, ...], batch: int) -> int:
-    """Shared memory of a block, in elements: M for each role and y operand, y partial sums for each warp."""
-    y_operands = terms.operands.count("y")
-    y_outputs = sum(out.slot == "y" for out in terms.outputs)
-    made = sum(batch * shared_stride(coupling, role) * y_operands for role in roles)
-    return made + y_outputs * sum(role.chunks for role in roles) * batch * coupling.dim_in2
 
 
 def _split(
@@ -140,19 +132,48 @@ def _roles_of_block(
     assert best is not None
     cut: list[Role] = []
     for role in best[1]:
-        for start in range(0, role.chunks, limits.warps):
-            cut.append(Role(role.paths, role.channels, start, min(limits.warps, role.chunks - start), role.cost))
+        warps = min(limits.warps, role.chunks)
+        while warps > 1 and _finish(coupling, terms, (replace(role, chunks=warps),), itemsize, limits) is None:
+            warps = -(-warps // 2)
+        cut += [
+            replace(role, chunk_start=start, chunks=min(warps, role.chunks - start))
+            for start in range(0, role.chunks, warps)
+        ]
     return cut
 
 
-def _finish(coupling: Coupling, terms: TermSet, roles: list[Role], itemsize: int, limits: DeviceLimits) -> Launch:
-    packed = tuple(roles)
-    batch = 32
-    while batch > 1 and shared_elements(coupling, terms, packed, batch) * itemsize > limits.shared_bytes:
-        batch //= 2
-    threads = 32 * sum(role.chunks for role in packed)
-    registers = min(255, max(role.cost.registers for role in packed))
-    return Launch(packed, batch, max(1, min(8, 65536 // (threads * (-(-registers // 8) * 8)))))
+# Stages: two are the least that overlap; more than six only take memory from other blocks.
+_STAGES = (6, 5, 4, 3, 2)
+# What the driver keeps of the shared memory of each resident block.
+_RESERVED = 1024
+
+
+def _finish(
+    coupling: Coupling, terms: TermSet, roles: tuple[Role, ...], itemsize: int, limits: DeviceLimits
+) -> Launch | None:
+    """Divide a multiprocessor between blocks: as many as registers allow, fewer if three stages would not fit.
+
+    None if not even one block with two stages and a small batch fits.
+    """
+    threads = 32 * sum(role.chunks for role in roles)
+    registers = min(255, max(role.cost.registers for role in roles))
+    most = max(1, min(8, 65536 // (threads * (-(-registers // 8) * 8)), 2048 // threads))
+
+    def fits(launch: Launch) -> bool:
+        held = plan_shared(coupling, terms, launch).total * itemsize
+        share = limits.shared_total // launch.blocks_per_multiprocessor - _RESERVED
+        return held <= min(limits.shared_bytes, share)
+
+    for blocks in range(most, 0, -1):
+        for stages in _STAGES[:-1]:
+            launch = Launch(roles, 32, stages, blocks)
+            if fits(launch):
+                return launch
+    for batch in (32, 16, 8, 4, 2):
+        launch = Launch(roles, batch, 2, 1)
+        if fits(launch):
+            return launch
+    return None
 
 
 def choose(coupling: Coupling, terms: TermSet, itemsize: int, limits: DeviceLimits = DeviceLimits()) -> Schedule:
@@ -172,19 +193,35 @@ def choose(coupling: Coupling, terms: TermSet, itemsize: int, limits: DeviceLimi
         blocks.setdefault(path.in1_block, []).append(number)
     roles = [role for block in blocks.values() for role in _roles_of_block(coupling, terms, block, itemsize, limits)]
     launches: list[Launch] = []
-    packed: list[Role] = []
+    packed: tuple[Role, ...] = ()
     for role in roles:
-        grown = [*packed, role]
+        grown = (*packed, role)
         code = sum(r.cost.instructions for r in grown) * INSTRUCTION_BYTES
         warps = sum(r.chunks for r in grown)
-        shared = shared_elements(coupling, terms, tuple(grown), 8) * itemsize
-        if packed and (code > limits.code_bytes or warps > limits.warps or shared > limits.shared_bytes):
-            launches.append(_finish(coupling, terms, packed, itemsize, limits))
-            grown = [role]
+        if packed and (
+            code > limits.code_bytes
+            or warps > limits.warps
+            or _finish(coupling, terms, grown, itemsize, limits) is None
+        ):
+            launches.append(_must_fit(coupling, terms, packed, itemsize, limits))
+            grown = (role,)
         packed = grown
-    launches.append(_finish(coupling, terms, packed, itemsize, limits))
+    launches.append(_must_fit(coupling, terms, packed, itemsize, limits))
     most = max(launch.blocks_per_multiprocessor for launch in launches)
     return Schedule(tuple(launches), limits.multiprocessors * most)
+
+
+def _must_fit(
+    coupling: Coupling, terms: TermSet, roles: tuple[Role, ...], itemsize: int, limits: DeviceLimits
+) -> Launch:
+    launch = _finish(coupling, terms, roles, itemsize, limits)
+    if launch is None:
+        path = coupling.paths[roles[0].paths[0]]
+        raise UnsupportedError(
+            f"the kernel of a path l = {path.l1} x {path.l2} -> {path.l3} needs more than the "
+            f"{limits.shared_bytes} bytes of shared memory that a block has; use impl='xla'"
+        )
+    return launch
 
 
 def paths_of(coupling: Coupling, role: Role) -> tuple[Path, ...]:

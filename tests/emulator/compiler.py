@@ -154,13 +154,14 @@ def support(define: str | None) -> list[Path]:
     return [compile_once(".o", flags, [SOURCES / name], headers) for name in ("scheduler.cc", "faults.cc")]
 
 
-def build(source: str, *, sanitize: Sanitizer | None = None) -> Path:
+def build(source: str, *, sanitize: Sanitizer | None = None, optimize: int = 1) -> Path:
     """Compile kernel text for the CPU.
 
     Args:
         source: the kernel text, as given to NVRTC.
         sanitize: None for a shared object that the handler loads; ``"address"`` or ``"thread"`` for an executable
             with AddressSanitizer or ThreadSanitizer (a Python process cannot load such a library).
+        optimize: the compiler's level. A large text that runs once is done sooner with 0.
 
     Returns:
         Path of the shared object or the executable, kept between runs.
@@ -174,7 +175,7 @@ def build(source: str, *, sanitize: Sanitizer | None = None) -> Path:
         "thread": ("JAXCG_TSAN", ("-fsanitize=thread", "-g", "-fno-omit-frame-pointer")),
     }[sanitize]
     headers = [SOURCES / "cuda_on_host.h", SOURCES / "scheduler.h"]
-    flags = [*KERNEL_FLAGS, *_multiply_add_flags(), *sanitizer, f"-I{SOURCES}", "-c"]
+    flags = [*KERNEL_FLAGS, f"-O{optimize}", *_multiply_add_flags(), *sanitizer, f"-I{SOURCES}", "-c"]
     objects = [compile_once(".o", flags, [], headers, host_text(source)), *support(define)]
     # Linked without -fsanitize=alignment,bounds: faults.cc has what its library would bring.
     flags = [*sanitizer[:1], *_symbol_flags(source)]
@@ -184,9 +185,9 @@ def build(source: str, *, sanitize: Sanitizer | None = None) -> Path:
     return compile_once("", flags, [*objects, main])
 
 
-def image(source: str) -> bytes:
+def image(source: str, *, optimize: int = 1) -> bytes:
     """Kernel text to what the attribute `images` holds for the CPU handler: the path of the shared object."""
-    return os.fsencode(build(source))
+    return os.fsencode(build(source, optimize=optimize))
 
 
 def sanitized_image(sanitize: Sanitizer) -> Callable[[str], bytes]:

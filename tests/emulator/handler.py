@@ -15,6 +15,8 @@ import numpy as np
 
 from jaxcg import _primitive
 from jaxcg._jax_internals import mlir
+from jaxcg.runtime.launch import Compiler
+from jaxcg.schedule import DeviceLimits
 
 from .compiler import SOURCES, compile_once, image
 from .standalone import ORDERS, Launch
@@ -103,7 +105,7 @@ def _lower_with(lowering: Callable[..., Any]) -> None:
 
 
 @contextlib.contextmanager
-def emulated(compile_source: Callable[[str], bytes] = image) -> Iterator[None]:
+def emulated(compile_source: Callable[[str], bytes] = image, limits: DeviceLimits | None = None) -> Iterator[None]:
     """Inside, programs for the CPU take the path of the GPU: kernels, through the custom call, on the emulator.
 
     Clears JAX's caches on the way in and out. A compiled program keeps the path it was compiled for.
@@ -111,9 +113,11 @@ def emulated(compile_source: Callable[[str], bytes] = image) -> Iterator[None]:
     Args:
         compile_source: kernel text to the attribute `images`. `sanitized_image` runs every call in a process of its
             own, under a sanitizer; a test of the tests spoils the text.
+        limits: what schedules may use; as on the smallest GPU if left out.
     """
     register()
-    lowering = _primitive.kernel_lowering(lambda ctx: lambda source: [compile_source(source.text)])
+    compiler = Compiler(lambda source: [compile_source(source.text)], limits or DeviceLimits())
+    lowering = _primitive.kernel_lowering(lambda ctx: compiler)
     _lowerings.append(lowering)
     _lower_with(lowering)
     try:

@@ -1,0 +1,144 @@
+"""What a text depends on beside its schedule, and where things lie in memory."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from jaxcg._coupling import Coupling, Path
+from jaxcg._terms import TermSet
+from jaxcg.codegen.render import Number
+from jaxcg.schedule import Role, is_packed
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call, without its sizes.
+
+    Attributes:
+        coupling: the product.
+        terms: what is computed.
+        indexed: whether x and z rows go through senders and receivers.
+        ordered: whether edges are read through an order.
+        number: the dtype.
+    """
+
+    coupling: Coupling
+    terms: TermSet
+    indexed: bool
+    ordered: bool
+    number: Number
+
+    @property
+    def num_indices(self) -> int:
+        return (2 if self.indexed else 0) + (1 if self.ordered else 0)
+
+    def operands(self, slot: str) -> tuple[int, ...]:
+        """Numbers of the operands of a slot."""
+        return tuple(n for n, found in enumerate(self.terms.operands) if found == slot)
+
+    def outputs(self, slot: str) -> tuple[int, ...]:
+        """Numbers of the outputs with a slot open."""
+        return tuple(n for n, out in enumerate(self.terms.outputs) if out.slot == slot)
+
+    @cached_property
+    def has_scratch(self) -> bool:
+        return self.indexed and bool(self.outputs("z"))
+
+    def operand(self, n: int) -> str:
+        """Pointer to operand n."""
+        return f"static_cast<const T*>(args.buffers[{self.num_indices + n}])"
+
+    def output(self, n: int) -> str:
+        """Pointer to output n."""
+        return f"static_cast<T*>(args.buffers[{self.num_indices + len(self.terms.operands) + n}])"
+
+    def extra(self, n: int) -> str:
+        """Pointer to the n-th buffer after the outputs: scratch rows, then marks of continued receivers."""
+        return f"args.buffers[{self.num_indices + len(self.terms.operands) + len(self.terms.outputs) + n}]"
+
+    def index(self, name: str) -> str:
+        """Pointer to an index buffer."""
+        return f"static_cast<const int*>(args.buffers[{('senders', 'receivers', 'order').index(name)}])"
+
+    def edge_at(self, position: str) -> str:
+        """Number of the edge at a position of the walk."""
+        return f"{self.index('order')}[{position}]" if self.ordered else position
+
+
+@dataclass(frozen=True)
+class RoleLayout:
+    """How the lanes of a role reach blocks of x and z in global memory, and slices of them in shared memory.
+
+    Lane `lane` of chunk `chunk` holds channels u + 32 t (strided) or u + t (packed), t < C.
+    """
+
+    problem: Problem
+    role: Role
+    paths: tuple[Path, ...]
+
+    @property
+    def channels(self) -> int:
+        return self.role.channels
+
+    @property
+    def mul(self) -> int:
+        return self.paths[0].mul1
+
+    @property
+    def slice(self) -> int:
+        """Channels of a warp."""
+        return 32 * self.role.channels
+
+    @cached_property
+    def packed(self) -> bool:
+        """Whether a lane's channels are neighbours, so that one vector access moves them."""
+        return is_packed(self.problem.coupling, self.role)
+
+    @property
+    def full(self) -> bool:
+        """Whether all lanes of all chunks hold existing channels."""
+        return self.mul % self.slice == 0
+
+    @property
+    def access(self) -> str:
+        """The prelude's accessor."""
+        return f"Access<{_bool(self.packed)}, {_bool(self.full)}, {self.channels}>"
+
+    @property
+    def shared_access(self) -> str:
+        """The accessor of shared memory, where lanes without channels hold zeros: no predicate."""
+        return f"Access<{_bool(self.packed)}, true, {self.channels}>"
+
+    @property
+    def lanes(self) -> str:
+        return f"Lanes<T, {self.channels}>"
+
+    def first_channel(self) -> str:
+        """Expression of u."""
+        lane = f"{self.channels} * lane" if self.packed else "lane"
+        return f"{self.slice} * chunk + {lane}"
+
+    def offset(self, start: int, components: int, component: int) -> str:
+        """Element of component `component` of channel u in a global row, for a block that begins at `start`."""
+        if self.problem.coupling.layout == "ir_mul":
+            return f"{start + component * self.mul} + u"
+        return f"{start + component} + u * {components}"
+
+    def step(self, components: int) -> int:
+        """Elements between a lane's channels, strided."""
+        return 32 if self.problem.coupling.layout == "ir_mul" else 32 * components
+
+    def shared_offset(self, components: int, component: int) -> str:
+        """Element of component `component` of the lane's first channel in a slice of a block in shared memory."""
+        if self.problem.coupling.layout == "ir_mul":
+            lane = f"{self.channels} * lane" if self.packed else "lane"
+            return f"{component * self.slice} + {lane}"
+        return f"{component} + lane * {components}"
+
+
+def _bool(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def indent(lines: list[str], depth: int = 1) -> list[str]:
+    """Indent lines; preprocessor lines stay at the margin."""
+    return [("  " * depth + line) if line and not line.startswith("#") else line for line in lines]
