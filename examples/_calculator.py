@@ -81,11 +81,11 @@ def round_up(count: int, multiple: int) -> int:
     return max(1, -(-count // multiple)) * multiple
 
 
-def finite_difference_error(atoms: Atoms, step: float = 0.02) -> float:
+def finite_difference_error(atoms: Atoms, step: float) -> float:
     """Largest difference between the calculator's forces and ``-dE/dx`` from its energies, in eV/A.
 
-    The five-point stencil: its own error falls as ``step^4``, so that a step long enough to leave float32 energies
-    their digits is still short enough.
+    The five-point stencil: its own error falls as ``step^4``, and the energies' rounding grows as ``1 / step``. Both
+    are small at 0.01 A in float32, and at 0.001 A in float64.
     """
     forces = atoms.get_forces()
     differences = np.zeros_like(forces)

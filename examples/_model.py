@@ -1,14 +1,16 @@
 """A NequIP-style energy model in Flax whose message passing is one `jaxcg` convolution per layer."""
 
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import e3nn_jax as e3nn
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxcg.flax.linen import Convolution
 from jaxtyping import Array, Float, Int
+
+import jaxcg
+from jaxcg.flax.linen import Convolution
 
 AnyArray = Array | np.ndarray  # graphs are built with numpy
 
@@ -63,7 +65,7 @@ class EnergyModel(nn.Module):
     num_layers: int = 3
     num_radial: int = 8
     hidden: tuple[int, ...] = (32,)
-    impl: str = "auto"
+    impl: Literal["auto", "cuda", "xla"] = "auto"
 
     @nn.compact
     def __call__(self, graph: Graph, num_frames: int) -> Float[Array, " frame"]:
@@ -90,8 +92,8 @@ class EnergyModel(nn.Module):
                 e3nn.flax.Linear(x.irreps)(x),
                 harmonics,
                 radial,
-                graph.senders,
-                graph.receivers,
+                jnp.asarray(graph.senders),
+                jnp.asarray(graph.receivers),
                 num_nodes=num_nodes,
                 receivers_sorted=True,
             )
@@ -135,8 +137,11 @@ def energies_and_forces(
     return energies, -gradient
 
 
-def convolution_path(impl: str) -> str:
+def convolution_path(model: EnergyModel) -> str:
     """In words, which path the convolutions take on this machine."""
-    if impl != "xla" and jax.default_backend() == "gpu":
-        return f"generated CUDA kernels on {jax.devices()[0].device_kind}"
-    return f"XLA on {jax.default_backend()}"
+    degrees = range(model.max_degree + 1)
+    irreps = e3nn.Irreps([(model.channels, (degree, (-1) ** degree)) for degree in degrees])
+    harmonics = e3nn.Irreps.spherical_harmonics(model.max_degree)
+    widest = jaxcg.TensorProduct.channelwise(irreps, harmonics, filter_ir_out=irreps)
+    path = {"cuda": "generated CUDA kernels", "xla": "XLA"}[jaxcg.path_taken(widest, impl=model.impl)]
+    return f"{path}, on {jax.devices()[0].device_kind}"

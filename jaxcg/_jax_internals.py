@@ -13,7 +13,7 @@ from jax._src.interpreters import partial_eval as _partial_eval
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-__all__ = ["Primitive", "ad", "batching", "match_varying_axes", "mlir", "register_dce", "result_aval"]
+__all__ = ["Primitive", "ad", "batching", "dce", "match_varying_axes", "mlir", "register_dce", "result_aval"]
 
 _insert_varying: Callable[..., Sequence[Any]] = next(
     getattr(_core, name)
@@ -29,9 +29,16 @@ def match_varying_axes(*operands: jax.Array) -> Sequence[jax.Array]:
 
 def result_aval(shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
     """Abstract value of a result, varying over the mesh axes over which the operand `like` varies."""
-    return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=None)
+    # The mesh comes from the operand: inside `shard_map` a result that varies over axes must belong to their mesh.
+    sharding = jax.sharding.NamedSharding(like.sharding.mesh, jax.sharding.PartitionSpec(*[None] * len(shape)))
+    return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
 def register_dce(primitive: Primitive, rule: Callable[[list[bool], Any], tuple[list[bool], Any]]) -> None:
     """Install a dead-code elimination rule: (used outputs, equation) -> (used inputs, smaller equation or None)."""
     _partial_eval.dce_rules[primitive] = rule
+
+
+def dce(jaxpr: Any) -> Any:
+    """A jaxpr without what its results do not need, as `jax.jit` lowers it."""
+    return _partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), True)[0]

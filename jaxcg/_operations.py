@@ -17,6 +17,7 @@ from jaxcg._primitive import Call, apply, resolve
 from jaxcg._problem import TensorProduct
 
 IMPLEMENTATIONS = ("auto", "cuda", "xla")
+_LARGEST_INDEX = np.iinfo(np.int32).max
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +56,7 @@ def sort_edges(senders: Int[Array, " edge"], receivers: Int[Array, " edge"], num
     """
     _check_graph(senders, receivers, num_nodes)
     del senders
-    receivers = jnp.clip(jnp.asarray(receivers), 0, max(num_nodes - 1, 0))
+    receivers = jnp.clip(_as_index(receivers), 0, max(num_nodes - 1, 0))
     return EdgeOrder(jnp.argsort(receivers, stable=True).astype(jnp.int32))
 
 
@@ -150,7 +151,7 @@ def convolve(
     x, y, w = _prepare(tp, x, y, w)
     _check_impl(tp, impl, graph=True)
     _check_graph(senders, receivers, num_nodes)
-    senders, receivers = jnp.asarray(senders), jnp.asarray(receivers)
+    senders, receivers = _as_index(senders), _as_index(receivers)
     num_edges = senders.shape[0]
     if x.ndim != 2:
         raise ShapeError(
@@ -205,7 +206,8 @@ def _convolve(
     receivers = jnp.clip(receivers, 0, max(num_nodes - 1, 0)).astype(jnp.int32)
     indices: tuple[Array, ...] = (senders, receivers)
     if edge_order is not None:
-        indices += (edge_order.by_receiver.astype(jnp.int32),)
+        # An order that was made by hand must not lead a kernel out of bounds.
+        indices += (jnp.clip(edge_order.by_receiver, 0, max(num_edges - 1, 0)).astype(jnp.int32),)
     elif not receivers_sorted and impl != "xla" and tp.kernel_support().ok:
         indices += (jnp.argsort(receivers, stable=True).astype(jnp.int32),)
     return _evaluate(tp, x, y, w, indices, rows=num_edges, num_z=num_nodes, swapped=False, impl=impl)
@@ -340,6 +342,15 @@ def _prepare(tp: TensorProduct, x: Array, y: Array, w: Array | None) -> tuple[Ar
         )
     cast = {name: array.astype(dtype) for name, array in operands.items()}
     return cast["x"], cast["y"], cast.get("w")
+
+
+def _as_index(index: Array) -> Int[Array, " edge"]:
+    """The indices in a type that can be compared with any number of nodes, none of them changed into one in range."""
+    if isinstance(index, np.ndarray) and index.dtype.itemsize == 8:
+        # Without x64 JAX would keep the low 32 bits.
+        index = np.clip(index, max(-1, np.iinfo(index.dtype).min), _LARGEST_INDEX).astype(np.int32)
+    index = jnp.asarray(index)
+    return index.astype(jnp.int32) if index.dtype.itemsize < 4 else index
 
 
 def _check_graph(senders: Array, receivers: Array, num_nodes: int) -> None:

@@ -113,6 +113,7 @@ def _add_path(
     layout = coupling.layout
     offsets = {"x": path.in1_offset, "y": path.in2_offset, "w": path.weight_offset, "z": path.out_offset}
     out_muls = (path.mul1, path.mul2) if path.mode == "uvuv" else (path.mul_out,)
+    muls = {"u": path.mul1, "v": path.mul2, "w": path.mul_out}
 
     def view(slot: str, value: Array) -> tuple[Array, str]:
         shared = "" if slot == "w" and value.ndim == 1 else "b"
@@ -134,6 +135,11 @@ def _add_path(
             target = ("" if shared_sum else "b") + letters[out.slot]
             if shared_sum and fresh is not None:
                 views.append((fresh.astype(dtype), "b"))
+            # Without weights, a channel of the open slot may appear in no factor: all its entries are alike.
+            held = "".join(spec for _, spec in views)
+            missing = [letter for letter in target if letter in muls and letter not in held]
+            if missing:
+                views.append((jnp.ones([muls[letter] for letter in missing], dtype), "".join(missing)))
             spec = ",".join([spec for _, spec in views] + ["ijk"]) + "->" + target
             value = jnp.einsum(spec, *(v for v, _ in views), constant, optimize="optimal")
             if out.slot == "w":

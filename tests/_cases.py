@@ -1,8 +1,10 @@
 """The one table of cases, and what every kernel test needs of a case: operands, term sets, oracle, tolerance."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import combinations
 from pathlib import Path
 
 import jax
@@ -106,6 +108,10 @@ ODD = (
     Case("all-absent", "4x0e+4x1o", *_SMALL, graph="absent"),
     Case("one-edge", "33x0e+3x1o", *_SMALL, nodes=3, edges=1),
     Case("unweighted", "20x0e+33x1o", *_SMALL, weighted=False),
+    Case("repeated-blocks", "4x0e+5x1o+0x2e+4x1o", "0e+1o+1o", "0e+1o"),
+    Case("36-components-of-y", "3x0e+2x2e", "0e+1o+2e+3o+4e+5o", "0e+1o+2e+3o", layout="ir_mul"),
+    Case("mul-1100", "1100x0e+3x1o", "0e+1o", "0e", nodes=5, edges=40),
+    Case("vector-access", "128x0e+256x1o", "0e+1o", "0e+1o", layout="ir_mul"),
     Case("plain-product", "33x0e+5x1o", *_SMALL, indexed=False),
     Case("plain-product-unweighted", "8x0e+40x1o+2x2e", *_SMALL, indexed=False, weighted=False, layout="ir_mul"),
 )
@@ -125,6 +131,28 @@ def term_sets(weighted: bool = True) -> dict[str, TermSet]:
     double = _terms.transpose(pushed, [False] * count + [True] * count, [True] * (count - 1))
     double = _terms.prune(double, [True] * count)[0]
     return {"forward": forward, "backward": backward, "double_backward": double}
+
+
+@lru_cache(maxsize=8)
+def other_term_sets(weighted: bool = True) -> dict[str, TermSet]:
+    """Term sets beside the three orders: gradients alone, forward-mode derivatives, third order."""
+    orders = term_sets(weighted)
+    slots = [out.slot for out in orders["backward"].outputs]
+    alone = {
+        f"gradient_{''.join(asked)}": _terms.prune(orders["backward"], [slot in asked for slot in slots])[0]
+        for count in (1, 2)
+        for asked in combinations(slots, count)
+    }
+
+    def pushed(terms: TermSet) -> TermSet:
+        derivative = _terms.jvp(terms, [True] * len(terms.operands))
+        return _terms.prune(derivative, [True] * len(derivative.outputs))[0]
+
+    return alone | {
+        "tangent": pushed(orders["forward"]),
+        "tangent_of_gradients": pushed(orders["backward"]),
+        "third_order": pushed(orders["double_backward"]),
+    }
 
 
 def make_graph(case: Case, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -157,9 +185,7 @@ def make_call(case: Case, impl: str = "auto") -> Call:
     )  # fmt: skip
 
 
-def make_arguments(
-    case: Case, terms: TermSet, dtype: str, seed: int = 0
-) -> tuple[list[jax.Array], list[jax.Array]]:
+def make_arguments(case: Case, terms: TermSet, dtype: str, seed: int = 0) -> tuple[list[jax.Array], list[jax.Array]]:
     """Indices and operands of a term set, standard normal; NaN wherever an absent edge would be read."""
     call = make_call(case)
     rng = np.random.default_rng(seed + 1)
@@ -180,14 +206,6 @@ def make_arguments(
     return indices, operands
 
 
-def _evaluate(call: Call, coupling: Coupling, terms: TermSet, indices: list, operands: list) -> list[np.ndarray]:
-    results = _reference.evaluate(
-        coupling, terms, indices[0] if call.indexed else None, indices[1] if call.indexed else None, operands,
-        num_rows=call.num_rows, num_x=call.num_x, num_z=call.num_z, shared=False,
-    )  # fmt: skip
-    return [np.asarray(result) for result in results]
-
-
 @lru_cache(maxsize=256)
 def _magnitudes_of(call: Call) -> Coupling:
     coupling = resolve(call.product, call.expanded, call.swapped, call.weighting)
@@ -199,16 +217,38 @@ def _magnitudes_of(call: Call) -> Coupling:
     )
 
 
+# Compiled once for a case and term set, run once or twice: an unoptimised program is done sooner.
+_ONCE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@lru_cache(maxsize=512)
+def _oracle(call: Call, terms: TermSet) -> Callable[[list[jax.Array], list[jax.Array]], tuple[list, list]]:
+    def evaluate(coupling: Coupling, indices: list[jax.Array], operands: list[jax.Array]) -> list[jax.Array]:
+        return _reference.evaluate(
+            coupling, terms, indices[0] if call.indexed else None, indices[1] if call.indexed else None, operands,
+            num_rows=call.num_rows, num_x=call.num_x, num_z=call.num_z, shared=False,
+        )  # fmt: skip
+
+    @partial(jax.jit, compiler_options=_ONCE)
+    def both(indices: list[jax.Array], operands: list[jax.Array]) -> tuple[list, list]:
+        sizes = evaluate(_magnitudes_of(call), indices, [jnp.abs(operand) for operand in operands])
+        return evaluate(call.coupling, indices, operands), sizes
+
+    return both
+
+
 def expected(
     case: Case, terms: TermSet, indices: list[jax.Array], operands: list[jax.Array]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The result in float64, and for each of its elements the sum of the magnitudes of all its summands."""
-    call = make_call(case)
-    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
-        wide = [jnp.asarray(np.asarray(operand), "float64") for operand in operands]
-        exact = _evaluate(call, call.coupling, terms, indices, wide)
-        sizes = _evaluate(call, _magnitudes_of(call), terms, indices, [jnp.abs(operand) for operand in wide])
-    return exact, sizes
+    """The result in float64, and for each of its elements the sum of the magnitudes of all its summands.
+
+    Computed on the CPU by the XLA path, wherever the operands are.
+    """
+    with jax.default_device(jax.devices("cpu")[0]):
+        wide = [jnp.asarray(np.asarray(operand, "float64")) for operand in operands]
+        assert all(operand.dtype == jnp.float64 for operand in wide), "the oracle needs jax_enable_x64"
+        exact, sizes = _oracle(make_call(case), terms)([jnp.asarray(np.asarray(index)) for index in indices], wide)
+    return [np.asarray(result) for result in exact], [np.asarray(size) for size in sizes]
 
 
 def bound(sizes: np.ndarray, dtype: str) -> np.ndarray:
@@ -223,7 +263,9 @@ def bound(sizes: np.ndarray, dtype: str) -> np.ndarray:
     return (8 + np.sqrt(64.0)) * eps * sizes
 
 
-def assert_matches(actual: list[jax.Array], exact: list[np.ndarray], sizes: list[np.ndarray], dtype: str, what: str) -> None:
+def assert_matches(
+    actual: list[jax.Array], exact: list[np.ndarray], sizes: list[np.ndarray], dtype: str, what: str
+) -> None:
     """Compare every output on its own, element by element."""
     assert len(actual) == len(exact)
     for number, (got, want, size) in enumerate(zip(actual, exact, sizes, strict=True)):

@@ -163,6 +163,18 @@ def test_equality_is_meaning() -> None:
         tp.layout = "ir_mul"  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.parametrize("case", [("5x1o", "1o", "uvu"), ("1o", "5x1o", "uvv"), ("2x1o", "5x1o", "uvv")], ids=str)
+def test_layouts_give_the_same_numbers(case: tuple[str, str, str]) -> None:
+    irreps1, irreps2, mode = case
+    products = [one(irreps1, irreps2, "5x1e", 0, 0, 0, mode, True, layout=layout)() for layout in ("mul_ir", "ir_mul")]
+    x, y, w = operands(products[0])
+    mul1 = e3nn.Irreps(irreps1).num_irreps
+    z = products[0](x, y, w).reshape(5, 3)
+    # x and z are transposed within their blocks, y is not.
+    transposed = products[1](x.reshape(mul1, 3).T.reshape(-1), y, w).reshape(3, 5).T
+    np.testing.assert_allclose(transposed, z, rtol=0, atol=1e-14)
+
+
 def test_e3nn_configuration_is_read_once_at_construction() -> None:
     try:
         e3nn.config("irrep_normalization", "norm")

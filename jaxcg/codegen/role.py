@@ -229,7 +229,7 @@ def render_role(context: RoleContext) -> list[str]:
             "int slot = 0;",
             "#pragma unroll 1",
             f"for (int t = 0; t < {ahead}; ++t) {{",
-            *indent(_fetch_ahead(problem, fetch_name, "first + t", "next", "t", f"ring + t * {stage.size}")),
+            *indent(_fetch_ahead(problem, fetch_name, "first + t", "t", f"ring + t * {stage.size}", 0)),
             "  queue.commit();",
             "}",
         ]
@@ -263,11 +263,7 @@ def render_role(context: RoleContext) -> list[str]:
             f"T* const stage = ring + slot * {stage.size};",
             f"T* const free = ring + (slot == 0 ? {ahead} : slot - 1) * {stage.size};",
             f"slot = slot == {ahead} ? 0 : slot + 1;",
-            f"if (b + {ahead} < {batch}) {{",
-            *indent(_fetch_ahead(problem, fetch_name, f"base + b + {ahead}", "my", f"b + {ahead}", "free")),
-            "} else {",
-            *indent(_fetch_ahead(problem, fetch_name, f"base + b + {ahead}", "next", f"b + {ahead - batch}", "free")),
-            "}",
+            *_fetch_ahead(problem, fetch_name, f"base + b + {ahead}", f"b + {ahead}", "free", batch),
             "queue.commit();",
         ]
     edge.append(
@@ -336,15 +332,25 @@ def render_role(context: RoleContext) -> list[str]:
     return [*text, head, *indent(body), "}"]
 
 
-def _fetch_ahead(problem: Problem, fetch: str, position: str, held: str, lane: str, stage: str) -> list[str]:
-    """Start the copies of the edge at a position, if it is in the block's range; `held` says whose indices it has."""
+def _fetch_ahead(problem: Problem, fetch: str, position: str, place: str, stage: str, batch: int) -> list[str]:
+    """Start the copies of the edge at a position, if it is in the block's range.
+
+    Its indices are at `place` of this batch, or beyond it in the next; `batch` 0: always in the next.
+    """
+    from_lane = f"({place}) % {batch}" if batch else place
+
+    def held(name: str) -> str:
+        return f"{place} < {batch} ? my_{name} : next_{name}" if batch else f"next_{name}"
+
     lines = [f"if ({position} < last) {{"]
     if problem.ordered:
-        lines.append(f"  const long long edge = __shfl_sync(0xffffffffu, static_cast<int>({held}_edge), {lane});")
+        lines.append(
+            f"  const long long edge = __shfl_sync(0xffffffffu, static_cast<int>({held('edge')}), {from_lane});"
+        )
     else:
         lines.append(f"  const long long edge = {position};")
     if problem.indexed:
-        lines.append(f"  const int sender = __shfl_sync(0xffffffffu, {held}_sender, {lane});")
+        lines.append(f"  const int sender = __shfl_sync(0xffffffffu, {held('sender')}, {from_lane});")
         lines.append(f"  {fetch}(args, queue, {stage}, edge, sender < 0 ? 0 : sender, lane, chunk);")
     else:
         lines.append(f"  {fetch}(args, queue, {stage}, edge, edge, lane, chunk);")

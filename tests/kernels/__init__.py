@@ -1,0 +1,1 @@
+"""Tests of the generated kernels that need no GPU."""

@@ -1,0 +1,39 @@
+"""Generated kernels under AddressSanitizer and ThreadSanitizer, each call in a process of its own.
+
+AddressSanitizer sees every access outside a buffer, ThreadSanitizer every pair of accesses that nothing orders, also
+where the values come out right. Sizes are small; tails, cut and empty receivers and absent edges are all there.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from jaxcg.runtime import launch
+from tests import emulator
+from tests._cases import ORDERS, Case
+from tests.emulator.compiler import Sanitizer
+from tests.kernels._check import check
+
+TAILS = Case("tails", "5x0e+33x1o", "0e+1o", "0e+1o", nodes=9, edges=70)
+CASES = {
+    "tails": TAILS,
+    "tails-ir_mul": replace(TAILS, layout="ir_mul"),
+    "rows": replace(TAILS, indexed=False, edges=9),
+    "vector-access": Case("packed", "64x0e+128x1o", "0e+1o", "0e", layout="ir_mul", graph="sorted", nodes=9, edges=70),
+    "one-receiver": Case("star", "3x0e+2x1o", "0e+1o", "0e+1o", graph="star", nodes=9, edges=70),
+}
+
+
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_found(name: str, order: str, sanitizer: Sanitizer) -> None:
+    with emulator.emulated(emulator.sanitized_image(sanitizer)):
+        check(CASES[name], order, "float32", [("forward", 3), ("shuffled", 100)])
+
+
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_with_more_stages(sanitizer: Sanitizer) -> None:
+    """The schedule for a device with more shared memory, in float64."""
+    with emulator.emulated(emulator.sanitized_image(sanitizer), launch.limits_of(["sm_90"])):
+        check(CASES["tails"], "double_backward", "float64", [("reverse", 3)])
