@@ -1,4 +1,4 @@
-"""The two operations of a `TensorProduct`, with their checks: all errors of use are raised here, at trace time."""
+"""The two operations of a `TensorProduct`: arguments checked, flattened to rows, and given to the primitive."""
 
 import math
 from dataclasses import dataclass
@@ -11,13 +11,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxcg import _terms
+from jaxcg._checks import as_index, check_graph, check_impl, prepare_operands
 from jaxcg._coupling import Coupling
-from jaxcg._errors import DtypeError, GraphError, OptionError, ShapeError, UnsupportedError
+from jaxcg._errors import GraphError, OptionError, ShapeError
 from jaxcg._primitive import Call, apply, resolve
 from jaxcg._problem import TensorProduct
-
-IMPLEMENTATIONS = ("auto", "cuda", "xla")
-_LARGEST_INDEX = np.iinfo(np.int32).max
 
 
 @jax.tree_util.register_dataclass
@@ -54,9 +52,9 @@ def sort_edges(senders: Int[Array, " edge"], receivers: Int[Array, " edge"], num
         >>> sort_edges(jnp.array([0, 1, 0]), jnp.array([2, 0, 1]), 3).by_receiver
         Array([1, 2, 0], dtype=int32)
     """
-    _check_graph(senders, receivers, num_nodes)
+    check_graph(senders, receivers, num_nodes)
     del senders
-    receivers = jnp.clip(_as_index(receivers), 0, max(num_nodes - 1, 0))
+    receivers = jnp.clip(as_index(receivers), 0, max(num_nodes - 1, 0))
     return EdgeOrder(jnp.argsort(receivers, stable=True).astype(jnp.int32))
 
 
@@ -84,7 +82,7 @@ def path_taken(
         >>> path_taken(tp, platform="cuda"), path_taken(tp, platform="cpu"), path_taken(tp, impl="xla", platform="cuda")
         ('cuda', 'xla', 'xla')
     """
-    _check_impl(tp, impl, graph=convolution)
+    check_impl(tp, impl, graph=convolution)
     platform = platform or jax.default_backend()
     support = tp.kernel_support()
     runs = support.ok and not (support.swapped and convolution)
@@ -100,8 +98,8 @@ def multiply(
     impl: str,
 ) -> Float[Array, "..."]:
     """Evaluate ``tp(x, y, w)``; documented at `TensorProduct.__call__`."""
-    x, y, w = _prepare(tp, x, y, w)
-    _check_impl(tp, impl, graph=False)
+    x, y, w = prepare_operands(tp, x, y, w)
+    check_impl(tp, impl, graph=False)
     leading = {"x": x.shape[:-1], "y": y.shape[:-1]}
     shared = w is not None and w.ndim == 1
     if w is not None and not shared:
@@ -122,15 +120,17 @@ def _multiply(
 ) -> Float[Array, "..."]:
     rows = math.prod(shape)
     shared = w is not None and w.ndim == 1
-    flat = [
-        v if v is None or (v is w and shared) else jnp.broadcast_to(v, (*shape, v.shape[-1])).reshape(rows, v.shape[-1])
-        for v in (x, y, w)
-    ]
-    # Only mul_ir products are swapped: the layout covers x and z, and y, which takes the place of x, is mul_ir.
+
+    def flatten(array: Array) -> Array:
+        return jnp.broadcast_to(array, (*shape, array.shape[-1])).reshape(rows, array.shape[-1])
+
+    first, second = flatten(x), flatten(y)
+    weights = w if w is None or shared else flatten(w)
     swapped = tp.kernel_support().swapped
     if swapped:
-        flat[0], flat[1] = flat[1], flat[0]
-    z = _evaluate(tp, flat[0], flat[1], flat[2], (), rows=rows, num_z=rows, swapped=swapped, impl=impl)
+        # The layout covers blocks of x and z; y, which takes the place of x here, is mul_ir until now.
+        first, second = _relayout(second, tp), first
+    z = _evaluate(tp, first, second, weights, (), rows=rows, num_z=rows, swapped=swapped, impl=impl)
     return z.reshape(*shape, z.shape[-1])
 
 
@@ -148,11 +148,13 @@ def convolve(
     impl: str,
 ) -> Float[Array, "num_nodes z_dim"]:
     """Evaluate ``tp.convolve(...)``; documented at `TensorProduct.convolve`."""
-    x, y, w = _prepare(tp, x, y, w)
-    _check_impl(tp, impl, graph=True)
-    _check_graph(senders, receivers, num_nodes)
-    senders, receivers = _as_index(senders), _as_index(receivers)
+    x, y, w = prepare_operands(tp, x, y, w)
+    check_impl(tp, impl, graph=True)
+    check_graph(senders, receivers, num_nodes)
+    senders, receivers = as_index(senders), as_index(receivers)
     num_edges = senders.shape[0]
+    if not isinstance(receivers_sorted, bool):
+        raise OptionError.of("receivers_sorted", expected="True or False", received=repr(receivers_sorted))
     if x.ndim != 2:
         raise ShapeError(
             f"`x` of convolve must have shape [num_nodes, {x.shape[-1]}], got {list(x.shape)}; use jax.vmap"
@@ -173,10 +175,11 @@ def convolve(
                 f"`edge_order` must come from jaxcg.sort_edges, got {type(edge_order).__name__}; "
                 "make it once with jaxcg.sort_edges(senders, receivers, num_nodes)"
             )
-        if edge_order.by_receiver.shape != (num_edges,):
+        order = edge_order.by_receiver
+        if order.shape != (num_edges,) or not jnp.issubdtype(order.dtype, jnp.integer):
             raise GraphError(
-                f"`edge_order` must order {num_edges} edges, got {edge_order.by_receiver.shape[0]}; "
-                "make it again whenever the graph changes"
+                f"`edge_order` must hold {num_edges} integers, one for each edge, got {order.dtype} of shape "
+                f"{list(order.shape)}; make it again with jaxcg.sort_edges whenever the graph changes"
             )
     return _convolve(
         x, y, w, senders, receivers, edge_order,
@@ -305,78 +308,3 @@ def _collapse(
     if at < plain.dim_out or not filled:
         filled.append(jnp.zeros((z.shape[0], plain.dim_out - at), z.dtype))
     return jnp.concatenate(filled, axis=1)
-
-
-def _prepare(tp: TensorProduct, x: Array, y: Array, w: Array | None) -> tuple[Array, Array, Array | None]:
-    """Check dtypes and last axes, and promote the operands to one dtype."""
-    expected = {
-        "x": (tp.irreps_in1.dim, f"irreps_in1 = {tp.irreps_in1}"),
-        "y": (tp.irreps_in2.dim, f"irreps_in2 = {tp.irreps_in2}"),
-    }
-    if tp.weight_numel > 0:
-        if w is None:
-            raise ShapeError(
-                f"`w` must have shape [..., {tp.weight_numel}] or [{tp.weight_numel}], got None: "
-                f"{sum(ins[4] for ins in tp.instructions)} of the {len(tp.instructions)} paths have weights"
-            )
-        expected["w"] = (tp.weight_numel, "the weights of all paths, `tp.weight_numel`")
-    elif w is not None:
-        if jnp.shape(w)[-1:] != (0,):
-            raise ShapeError(
-                f"`w` must be None, as no path of this product has weights, got shape {list(jnp.shape(w))}"
-            )
-        w = None
-    operands = {"x": jnp.asarray(x), "y": jnp.asarray(y)} | ({"w": jnp.asarray(w)} if w is not None else {})
-    for name, array in operands.items():
-        dim, meaning = expected[name]
-        if array.ndim < 1 or array.shape[-1] != dim:
-            raise ShapeError(f"`{name}` must have last axis {dim} for {meaning}, got shape {list(array.shape)}")
-    dtype = jnp.result_type(*operands.values())
-    if jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_:
-        dtype = jnp.dtype(float) if jax.config.read("jax_enable_x64") else jnp.dtype(jnp.float32)
-    if dtype not in (jnp.float32, jnp.float64):
-        raise DtypeError(
-            "operands must promote to float32 or float64, got "
-            + ", ".join(f"`{name}` {array.dtype}" for name, array in operands.items())
-            + f" which promote to {dtype}; cast them to float32 first"
-        )
-    cast = {name: array.astype(dtype) for name, array in operands.items()}
-    return cast["x"], cast["y"], cast.get("w")
-
-
-def _as_index(index: Array) -> Int[Array, " edge"]:
-    """The indices in a type that can be compared with any number of nodes, none of them changed into one in range."""
-    if isinstance(index, np.ndarray) and index.dtype.itemsize == 8:
-        # Without x64 JAX would keep the low 32 bits.
-        index = np.clip(index, max(-1, np.iinfo(index.dtype).min), _LARGEST_INDEX).astype(np.int32)
-    index = jnp.asarray(index)
-    return index.astype(jnp.int32) if index.dtype.itemsize < 4 else index
-
-
-def _check_graph(senders: Array, receivers: Array, num_nodes: int) -> None:
-    for name, index in (("senders", senders), ("receivers", receivers)):
-        dtype = jnp.result_type(index)
-        if not jnp.issubdtype(dtype, jnp.integer):
-            raise DtypeError(f"`{name}` must be integers (int32 or int64), got {dtype}")
-        if jnp.ndim(index) != 1:
-            raise ShapeError(f"`{name}` must have shape [num_edges], got {list(jnp.shape(index))}")
-    if jnp.shape(senders) != jnp.shape(receivers):
-        raise GraphError(
-            f"`senders` and `receivers` must have one entry for each edge, got {jnp.shape(senders)[0]} senders and "
-            f"{jnp.shape(receivers)[0]} receivers"
-        )
-    if isinstance(num_nodes, bool) or not isinstance(num_nodes, (int, np.integer)) or num_nodes < 0:
-        raise GraphError(f"`num_nodes` must be a non-negative Python integer known at trace time, got {num_nodes!r}")
-
-
-def _check_impl(tp: TensorProduct, impl: str, graph: bool) -> None:
-    if impl not in IMPLEMENTATIONS:
-        raise OptionError(f"`impl` must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}")
-    if impl == "cuda":
-        support = tp.kernel_support()
-        if not support.ok:
-            raise UnsupportedError(f"impl='cuda' has no kernel for this product: {support.reason}; use impl='auto'")
-        if graph and support.swapped:
-            raise UnsupportedError(
-                "impl='cuda' has no convolution kernel for mode 'uvv', only one for the plain product; use impl='auto'"
-            )

@@ -16,7 +16,7 @@ from jax import Array
 
 from jaxcg import _reference, _terms
 from jaxcg._coupling import Coupling, couple
-from jaxcg._errors import UnsupportedError
+from jaxcg._errors import GraphError, UnsupportedError
 from jaxcg._jax_internals import Primitive, ad, batching, match_varying_axes, mlir, register_dce, result_aval
 from jaxcg._problem import TensorProduct
 from jaxcg._terms import TermSet
@@ -97,6 +97,8 @@ class Call:
         return f"Call({self.product.irreps_in1} x {self.product.irreps_in2}, {kind}, {self.num_rows}, {self.impl})"
 
 
+_MOST_INDEXED_ROWS = 2**31 - 1
+
 product_p = Primitive("jaxcg_product")
 product_p.multiple_results = True
 
@@ -106,6 +108,14 @@ def apply(call: Call, terms: TermSet, indices: Sequence[Array], operands: Sequen
 
     Outputs without terms and calls without rows are zeros and bind nothing: no kernel ever sees a size of 0.
     """
+    most = max(call.num_rows, call.num_x, call.num_z)
+    if call.indexed and most > _MOST_INDEXED_ROWS:
+        raise GraphError.of(
+            "num_nodes, senders or the batch",
+            expected=f"at most {_MOST_INDEXED_ROWS} edges and nodes in all, as indices have 32 bits",
+            received=f"{call.num_rows} edges, {call.num_x} senders and {call.num_z} receivers",
+            fix="split the graph, or the batch, with jax.lax.map",
+        )
     dtype = jnp.result_type(*operands)
     live = [bool(out.terms) for out in terms.outputs]
     if call.num_rows == 0 or call.num_x == 0 or call.num_z == 0 or not call.coupling.paths:

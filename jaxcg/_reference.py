@@ -107,7 +107,7 @@ def _add_path(
     fresh: Bool[Array, " b"] | None,
 ) -> None:
     """Add one path of any mode to the outputs, one einsum a term."""
-    letters = dict(zip(SLOTS, _LETTERS[path.mode], strict=True))
+    letters: dict[str, str] = dict(zip(SLOTS, _LETTERS[path.mode], strict=True))
     dtype = operands[0].dtype
     constant = jnp.asarray(dense_coefficients(path), dtype)
     layout = coupling.layout
@@ -210,8 +210,8 @@ def _add_group(
             for path, part in zip(group, jnp.split(total, np.cumsum(dims)[:-1], axis=2), strict=True):
                 piece.add(path.out_offset, _join(part, layout))
         elif out.slot == "x":
-            total = sum(jnp.einsum("buK,biK->bui", once("wz", t.w, t.z), once("m", t.y, None)) for t in out.terms)
-            piece.add(first.in1_offset, _join(total, layout))
+            parts = [jnp.einsum("buK,biK->bui", once("wz", t.w, t.z), once("m", t.y, None)) for t in out.terms]
+            piece.add(first.in1_offset, _join(sum(parts[1:], parts[0]), layout))
         elif out.slot == "y":
             pairs = [(once("x", t.x, None), once("wz", t.w, t.z)) for t in out.terms]
             total = sum(jnp.einsum("bui,buK->biK", x, wz) for x, wz in pairs)

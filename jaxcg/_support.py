@@ -54,7 +54,5 @@ def kernel_support(tp: "TensorProduct") -> Support:
         return Support(True, "every instruction is uvu with multiplicity 1 in the second operand")
     if modes == {"uvu", "uvv"}:
         return Support(False, "instructions mix modes uvu and uvv; generated kernels run one of them at a time")
-    if tp.layout == "ir_mul":
-        return Support(False, "mode uvv with layout ir_mul: the second operand is mul_ir, unlike the result")
     reason = "every instruction is uvv with multiplicity 1 in the first operand; plain product only"
     return Support(True, reason, swapped=True)

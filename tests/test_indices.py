@@ -191,6 +191,29 @@ def test_no_index_wraps_around(enabled: bool, sender: int) -> None:
         assert_close(z, only(problem, present).convolve(*only(problem, present).operands))
 
 
+def test_more_rows_than_an_index_can_count() -> None:
+    # Only shapes: a batch whose offsets would wrap around raises instead of losing edges.
+    def convolve(x: jax.Array, y: jax.Array, w: jax.Array, index: jax.Array) -> jax.Array:
+        return SCALARS.convolve(x, y, w, index, index, num_nodes=2**20)
+
+    def shapes(*batch: int) -> list[jax.ShapeDtypeStruct]:
+        sizes = [(2**20, SCALARS.irreps_in1.dim), (7, SCALARS.irreps_in2.dim), (7, SCALARS.weight_numel)]
+        floats = [jax.ShapeDtypeStruct((*batch, *size), "float32") for size in sizes]
+        return [*floats, jax.ShapeDtypeStruct((*batch, 7), "int32")]
+
+    batched = jax.vmap(convolve)
+    assert jax.eval_shape(batched, *shapes(2**10)).shape == (2**10, 2**20, SCALARS.irreps_out.dim)
+    with pytest.raises(jaxcg.GraphError, match=r"at most 2147483647 .* got .* 2147483648 receivers"):
+        jax.eval_shape(batched, *shapes(2**11))
+    with pytest.raises(jaxcg.GraphError, match="at most 2147483647"):
+        problem = Problem.random(SCALARS)
+        jax.eval_shape(
+            lambda: SCALARS.convolve(*problem.operands, problem.senders, problem.receivers, num_nodes=2**31)
+        )
+    # The plain product has no index.
+    assert jax.eval_shape(SCALARS, *(jax.ShapeDtypeStruct((2**32, *s.shape[1:]), "float32") for s in shapes()[:3]))
+
+
 @pytest.mark.parametrize("indices", ["int32", "int64"])
 def test_the_same_float32_bits_with_and_without_x64(indices: str) -> None:
     found = []

@@ -226,7 +226,7 @@ SUPPORT = {
     "empty-block": (one("5x1o+0x0e", "1o+0x0e", "5x0e", 0, 0, 0, "uvu", True)(), True, False, "uvu"),
     "nothing": (one("0x1o", "2x0e", "0x1o", 0, 0, 0, "uvw", True)(), True, False, "zero"),
     "uvv": (one("1o", *UVV)(), True, True, "plain product only"),
-    "uvv-ir_mul": (one("1o", *UVV, layout="ir_mul")(), False, False, "ir_mul"),
+    "uvv-ir_mul": (one("1o", *UVV, layout="ir_mul")(), True, True, "plain product only"),
     "uvv-mul1": (one("2x1o", *UVV)(), False, False, "multiplicity 2 in the first"),
     "mul2": (channelwise("5x0e", "0e+2x1o"), False, False, r"1 \(mode uvu\) has multiplicity 2 in the second"),
     "uvw": (TensorProduct.fully_connected("2x1o", "1o", "5x0e"), False, False, "instruction 0 has mode uvw"),

@@ -38,6 +38,7 @@ def render_kernel(
             problem=problem,
             launch=launch,
             lowered=role,
+            number=n,
             name=f"{name}_role_{n}",
             table=plan.tables[n],
             sums=plan.sums,
@@ -76,6 +77,16 @@ def render_kernel(
     return [*lines, *indent(dispatch), "}"]
 
 
+# Columns of a z row that one block of the fix-up takes: four a thread, so that its loads overlap. One block for a
+# whole row of mace-large took 35 us, most of it waiting for one load after another.
+FIX_UP_COLUMNS = 1024
+
+
+def fix_up_parts(width: int) -> int:
+    """Blocks of the fix-up for each block of the main launches."""
+    return -(-width // FIX_UP_COLUMNS)
+
+
 def render_fix_up(problem: Problem, schedule: Schedule, columns: list[list[tuple[int, int]]], name: str) -> list[str]:
     """The kernel that adds the scratch rows of receivers cut by block boundaries, in order of edges.
 
@@ -87,37 +98,40 @@ def render_fix_up(problem: Problem, schedule: Schedule, columns: list[list[tuple
 
     Returns:
         The text. The buffer of marks holds, for each launch, its number of blocks, then for each block the receiver
-        that it continues, or -1.
+        that it continues, or -1. Thread t of part p of block b adds to columns 1024 p + 256 i + t, i < 4, of the
+        receiver that block b continues, if no block before it continues the same one.
     """
     width, stride = problem.coupling.dim_out, schedule.max_blocks + 1
+    parts = fix_up_parts(width)
+    owner = " ".join(
+        f"c < {start + length} ? {number} :"
+        for start, length, number in sorted(
+            (start, length, number) for number, ranges in enumerate(columns) for start, length in ranges
+        )
+    )
     lines = [
         f'extern "C" __global__ void __launch_bounds__(256) {name}(const Args args) {{',
-        "  const int block = blockIdx.x;",
+        f"  const int block = blockIdx.x / {parts}, part = blockIdx.x % {parts};",
+        "#pragma unroll",
+        f"  for (int i = 0; i < {FIX_UP_COLUMNS // 256}; ++i) {{",
+        f"    const int c = {FIX_UP_COLUMNS} * part + 256 * i + threadIdx.x;",
+        f"    const int launch = {owner} -1;",
+        "    if (launch < 0) continue;",
+        f"    const int* const continued = static_cast<const int*>({problem.extra(1)}) + launch * {stride};",
+        "    const int blocks = continued[0];",
+        "    const int row = block < blocks ? continued[1 + block] : -1;",
+        "    if (row < 0 || (block > 0 && continued[block] == row)) continue;",
     ]
-    for number, ranges in enumerate(columns):
+    for order, output in enumerate(problem.outputs("z")):
+        scratch = f"static_cast<const T*>({problem.extra(0)}) + ({order} * args.sizes[3] + block) * {width}ll + c"
         lines += [
-            f"  {{  // launch {number}",
-            f"    const int* const continued = static_cast<const int*>({problem.extra(1)}) + {number * stride};",
-            "    const int blocks = continued[0];",
-            "    const int row = block < blocks ? continued[1 + block] : -1;",
-            "    if (row >= 0 && (block == 0 || continued[block] != row)) {",
+            "    {",
+            f"      T* const z = {problem.output(output)} + row * {width}ll + c;",
+            f"      const T* part_of_z = {scratch};",
+            "      T sum = *z;",
+            f"      for (int h = block; h < blocks && continued[1 + h] == row; ++h, part_of_z += {width})",
+            "        sum += *part_of_z;",
+            "      *z = sum;",
+            "    }",
         ]
-        for order, output in enumerate(problem.outputs("z")):
-            lines += [
-                "      {",
-                f"        T* const z = {problem.output(output)} + row * {width}ll;",
-                f"        const T* const scratch = static_cast<const T*>({problem.extra(0)})"
-                f" + {order} * args.sizes[3] * {width}ll;",
-            ]
-            for start, length in ranges:
-                lines += [
-                    f"        for (int c = {start} + threadIdx.x; c < {start + length}; c += blockDim.x) {{",
-                    "          T sum = z[c];",
-                    "          for (int h = block; h < blocks && continued[1 + h] == row; ++h)",
-                    f"            sum += scratch[h * {width}ll + c];",
-                    "          z[c] = sum;",
-                    "        }",
-                ]
-            lines.append("      }")
-        lines += ["    }", "  }"]
-    return [*lines, "}"]
+    return [*lines, "  }", "}"]

@@ -76,7 +76,7 @@ class _Factors:
 
     def scaled(self, terms: list[Term]) -> Value:
         """Sum of w x over terms; the x itself when there is one term without weight."""
-        pairs = tuple(sorted(((t.x, t.w) for t in terms), key=str))
+        pairs = tuple(sorted(((t.x, t.w) for t in terms if t.x is not None), key=str))
         if pairs not in self.made:
             (x, w), *rest = pairs
             first = self.x[x] if w is None else self.builder.define("s", "multiply", self.w[w], self.x[x])

@@ -68,7 +68,8 @@ def _statements(op: Op, channels: int, number: Number, at: Addresses, loaded: se
     sign = "-" if op.number < 0 else ""
     match op.code:
         case "load_w":
-            return [f"const Lanes{lanes} {out} = {at.w(*op.at)};"]
+            operand, path = op.at
+            return [f"const Lanes{lanes} {out} = {at.w(operand, path)};"]
         case "load_m":
             operand, entry = op.at
             quad = entry // 4
@@ -96,7 +97,8 @@ def _statements(op: Op, channels: int, number: Number, at: Addresses, loaded: se
         case "axpy":
             return [f"{out} += {number.literal(op.number)} * {args[0]};"]
         case "store_w":
-            return [f"{at.gw(*op.at, args[0])};"]
+            output, path = op.at
+            return [f"{at.gw(output, path, args[0])};"]
     raise AssertionError(f"no text for operation {op.code}")
 
 

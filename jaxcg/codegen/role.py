@@ -22,6 +22,7 @@ class RoleContext:
         problem: what is computed.
         launch: the kernel.
         lowered: the role.
+        number: of the role in the block.
         name: of its function.
         table: place of M in shared memory.
         sums: place of the y partial sums.
@@ -35,6 +36,7 @@ class RoleContext:
     problem: Problem
     launch: Launch
     lowered: LoweredRole
+    number: int
     name: str
     table: int
     sums: int
@@ -47,6 +49,11 @@ class RoleContext:
     @property
     def layout(self) -> RoleLayout:
         return RoleLayout(self.problem, self.lowered.role, self.lowered.paths)
+
+    @property
+    def barrier(self) -> str:
+        """Where the warps of the role meet."""
+        return f"role_barrier({self.number}, {32 * self.lowered.role.chunks});"
 
     @property
     def own_warp(self) -> str:
@@ -246,11 +253,13 @@ def render_role(context: RoleContext) -> list[str]:
             f"  next_sender = {problem.index('senders')}[next_edge];",
             f"  next_receiver = {problem.index('receivers')}[next_edge];",
         ]
-    if has_shared:
-        body.append("  block_barrier();  // the block is done with the shared memory of the last batch")
+    if context.sum_name is not None:
+        body.append("  block_barrier();  // the block is done with the sums of the last batch")
+    elif has_shared:
+        body.append(f"  {context.barrier}  // the role is done with M of the last batch")
     if problem.operands("y"):
         body += ["  if (lane < count) {", *indent(_make_table(context), 2), "  }"]
-        body.append("  block_barrier();  // M is complete")
+        body.append(f"  {context.barrier}  // M is complete")
     body += ["#pragma unroll 1", "  for (int b = 0; b < count; ++b) {"]
 
     edge: list[str] = []

@@ -114,7 +114,7 @@ def custom_call(call: Call, terms: TermSet, compiler: Compiler) -> Callable[...,
                 jax.ShapeDtypeStruct((source.continued_size * (source.max_blocks + 1),), jnp.dtype(np.int32))
             )
         launches = [
-            ffi.Launch(launch.name, launch.threads, launch.shared_bytes, blocks, launch.persistent)
+            ffi.Launch(launch.name, launch.threads, launch.shared_bytes, blocks * launch.parts, launch.persistent)
             for launch in source.launches
         ]
         attributes = ffi.call_attributes(

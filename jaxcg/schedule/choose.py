@@ -12,6 +12,7 @@ sequence of launches. What decides (measurements of one H200, mace-large):
 
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 
 from jaxcg._coupling import Coupling, Path
 from jaxcg._errors import UnsupportedError
@@ -29,8 +30,7 @@ class DeviceLimits:
     Attributes:
         shared_bytes: dynamic shared memory a block.
         shared_total: shared memory of a multiprocessor, which its resident blocks divide.
-        registers: estimated registers a thread above which a role is split, for float32 and float64. The compiler
-            takes about an eighth more than the estimate (`planned_registers`).
+        registers: estimated registers a thread above which a role is split, for float32 and float64.
         code_bytes: loop code of one launch.
         warps: warps a block.
         multiprocessors: most multiprocessors that a grid is sized for.
@@ -39,7 +39,7 @@ class DeviceLimits:
 
     shared_bytes: int = 99 * 1024
     shared_total: int = 100 * 1024
-    registers: tuple[int, int] = (176, 208)
+    registers: tuple[int, int] = (224, 240)
     code_bytes: int = 20 * 1024
     warps: int = 16
     multiprocessors: int = 160
@@ -99,14 +99,6 @@ class Schedule:
     max_blocks: int
 
 
-def planned_registers(cost: RoleCost) -> int:
-    """Registers a thread to compile a role for, so that it does not spill: the estimate and an eighth, in eights.
-
-    Measured on the uvu workloads: without the margin, double backward passes spill 80 to 250 bytes a thread.
-    """
-    return min(255, -(-(cost.registers + cost.registers // 8 + 8) // 8) * 8)
-
-
 def _split(
     coupling: Coupling, terms: TermSet, block: list[int], channels: int, itemsize: int, limits: DeviceLimits
 ) -> list[Role]:
@@ -160,7 +152,7 @@ def _roles_of_block(
         roles = _split(coupling, terms, block, channels, itemsize, limits)
         total = sum(role.chunks * role.cost.instructions for role in roles)
         most = max(role.cost.registers for role in roles)
-        if best is not None and (most > 240 or (itemsize == 8 and (len(roles) > len(best[1]) or most > 144))):
+        if best is not None and (most > 240 or (itemsize == 8 and (len(roles) > len(best[1]) or most > 160))):
             continue
         if best is None or total < best[0]:
             best = (total, roles)
@@ -179,6 +171,8 @@ def _roles_of_block(
 
 # Stages: two are the least that overlap; more than six only take memory from other blocks.
 _STAGES = (6, 5, 4, 3, 2)
+# Named barriers of a block, one of them for the block as a whole.
+_BARRIERS = 15
 # Registers of a multiprocessor.
 _REGISTERS = 65536
 # What the driver keeps of the shared memory of each resident block.
@@ -193,10 +187,10 @@ def _finish(
     None if not even one block with two stages and a small batch fits.
     """
     threads = 32 * sum(role.chunks for role in roles)
-    registers = max(planned_registers(role.cost) for role in roles)
+    registers = min(255, -(-max(role.cost.registers for role in roles) // 8) * 8)
     if len(roles) > 1 and threads * registers > _REGISTERS:
         return None
-    most = max(1, min(8, _REGISTERS // (threads * registers), 2048 // threads))
+    most = max(1, min(12, _REGISTERS // (threads * registers), 2048 // threads))
 
     def fits(launch: Launch) -> bool:
         held = plan_shared(coupling, terms, launch).total * itemsize
@@ -204,8 +198,8 @@ def _finish(
         return held <= min(limits.shared_bytes, share)
 
     for blocks in range(most, 0, -1):
-        for stages in _STAGES[:-1]:
-            launch = Launch(roles, 32, stages, blocks)
+        for batch, stages in product((32, 16), _STAGES[:-1]):
+            launch = Launch(roles, batch, stages, blocks)
             if fits(launch):
                 return launch
     for batch in (32, 16, 8, 4, 2):
@@ -240,6 +234,7 @@ def choose(coupling: Coupling, terms: TermSet, itemsize: int, limits: DeviceLimi
         if packed and (
             code > limits.code_bytes
             or warps > limits.warps
+            or len(grown) > _BARRIERS
             or _finish(coupling, terms, grown, itemsize, limits) is None
         ):
             launches.append(_must_fit(coupling, terms, packed, itemsize, limits))

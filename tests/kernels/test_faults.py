@@ -67,7 +67,9 @@ TEXT_FAULTS = {
     "added-past-the-tail": (
         replace(GRAPH, layout="ir_mul"), "backward", r"if \((\d+) < left\) add", r"if (\1 <= left) add",
     ),
-    "gradient-of-x-past-the-tail": (GRAPH, "backward", r"\(left \+ lane < ", "(1 + left + lane < "),
+    "gradient-of-x-past-the-tail": (
+        replace(GRAPH, nodes=5), "backward", r"(left \+ lane < \d+ \? )(?=left)", r"\1 1 + ",
+    ),
     "sender-off-by-one": (GRAPH, "forward", r"\bsender \* ", "(sender > 0 ? sender - 1 : sender) * "),
     "order-ignored": (
         GRAPH, "forward", r"static_cast<const int\*>\(args\.buffers\[2\]\)\[([^\]]*)\]", r"(\1)",

@@ -44,6 +44,17 @@ __device__ __forceinline__ void block_barrier() {
 #endif
 }
 
+// The warps of one role meet, the other roles of the block go on. (On the host all roles meet: each has the same
+// number of barriers a batch.)
+__device__ __forceinline__ void role_barrier(int role, int threads) {
+#ifdef __CUDA_ARCH__
+  asm volatile("barrier.sync %0, %1;" ::"r"(role + 1), "r"(threads) : "memory");
+#else
+  (void)role, (void)threads;
+  __syncthreads();
+#endif
+}
+
 template <class T, int C>
 __device__ __forceinline__ Lanes<T, C> zeros() {
   Lanes<T, C> r;
