@@ -17,7 +17,16 @@ from jax import Array
 from jaxcg import _reference, _terms
 from jaxcg._coupling import Coupling, couple
 from jaxcg._errors import GraphError, UnsupportedError
-from jaxcg._jax_internals import Primitive, ad, batching, match_varying_axes, mlir, register_dce, result_aval
+from jaxcg._jax_internals import (
+    Primitive,
+    ad,
+    batching,
+    match_varying_axes,
+    mlir,
+    partitioned_by_xla,
+    register_dce,
+    result_aval,
+)
 from jaxcg._problem import TensorProduct
 from jaxcg._terms import TermSet
 
@@ -284,13 +293,20 @@ def kernel_lowering(compiler_of: Callable[[Any], Any]) -> Callable[..., Any]:
         compiler_of: from the lowering context to the compiler of texts (see `jaxcg.runtime.launch.Compiler`).
 
     Returns:
-        A lowering rule, which leaves to XLA the calls that no kernel takes.
+        A lowering rule, which leaves to XLA the calls that no kernel takes, and programs that XLA divides among
+        devices by itself.
     """
 
     def lower(ctx: Any, *args: Any, call: Call, terms: TermSet) -> Any:
         from jaxcg.runtime import launch  # loads the code generator only where a kernel is wanted
 
-        if call.impl == "xla" or kernel_objection(call) is not None:
+        divided = call.impl != "xla" and partitioned_by_xla(ctx)
+        if divided and call.impl == "cuda":
+            raise UnsupportedError(
+                "impl='cuda' needs a program for one device, but XLA divides this one among several, and it cannot "
+                "divide a kernel; wrap the call in jax.shard_map, or use impl='auto' to take plain XLA operations"
+            )
+        if call.impl == "xla" or divided or kernel_objection(call) is not None:
             return lower_xla(ctx, *args, call=replace(call, impl="xla"), terms=terms)
         run = launch.custom_call(call, terms, compiler_of(ctx))
         return mlir.lower_fun(run, multiple_results=True)(ctx, *args)

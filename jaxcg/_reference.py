@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxcg._coupling import Coupling, Path
+from jaxcg._jax_internals import unfused
 from jaxcg._terms import SLOTS, TermSet
 
 # Elements of the widest operand of a block: 16 MB in float32. Smaller blocks pay XLA's loop overhead
@@ -141,7 +142,7 @@ def _add_path(
             if missing:
                 views.append((jnp.ones([muls[letter] for letter in missing], dtype), "".join(missing)))
             spec = ",".join([spec for _, spec in views] + ["ijk"]) + "->" + target
-            value = jnp.einsum(spec, *(v for v, _ in views), constant, optimize="optimal")
+            value = unfused(jnp.einsum(spec, *(v for v, _ in views), constant, optimize="optimal"))
             if out.slot == "w":
                 piece.add(offsets["w"] or 0, value.reshape(piece.rows, -1))
             elif out.slot == "y":

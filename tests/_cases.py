@@ -207,7 +207,7 @@ def make_arguments(case: Case, terms: TermSet, dtype: str, seed: int = 0) -> tup
 
 
 @lru_cache(maxsize=256)
-def _magnitudes_of(call: Call) -> Coupling:
+def magnitudes_of(call: Call) -> Coupling:
     coupling = resolve(call.product, call.expanded, call.swapped, call.weighting)
     return replace(
         coupling,
@@ -231,7 +231,7 @@ def _oracle(call: Call, terms: TermSet) -> Callable[[list[jax.Array], list[jax.A
 
     @partial(jax.jit, compiler_options=_ONCE)
     def both(indices: list[jax.Array], operands: list[jax.Array]) -> tuple[list, list]:
-        sizes = evaluate(_magnitudes_of(call), indices, [jnp.abs(operand) for operand in operands])
+        sizes = evaluate(magnitudes_of(call), indices, [jnp.abs(operand) for operand in operands])
         return evaluate(call.coupling, indices, operands), sizes
 
     return both

@@ -16,7 +16,9 @@ FULLY_CONNECTED = jaxcg.TensorProduct.fully_connected("3x0e+2x1o", "2x0e+1o", "2
 NODES, SENDERS = 5, 7
 
 
-def with_absent_edges(tp: jaxcg.TensorProduct, *, shared: bool = False, poison: bool = True) -> tuple[Problem, np.ndarray]:
+def with_absent_edges(
+    tp: jaxcg.TensorProduct, *, shared: bool = False, poison: bool = True
+) -> tuple[Problem, np.ndarray]:
     """A problem, and which of its edges are present; operands of absent edges are not a number."""
     problem = Problem.random(tp, nodes=NODES, senders=SENDERS, edges=12, shared=shared)
     senders, receivers = np.array(problem.senders), np.array(problem.receivers)
@@ -133,8 +135,8 @@ def test_nothing_to_sum(nodes: int, senders: int, edges: int, shared: bool) -> N
     problem = Problem.random(SMALL, nodes=max(nodes, 1), senders=max(senders, 1), edges=edges, shared=shared)
     problem = replace(problem, x=problem.x[:senders], num_nodes=nodes)
     shapes = [(nodes, SMALL.irreps_out.dim), *(v.shape for v in problem.operands)]
-    for run in (value_and_gradients, jax.jit(lambda: value_and_gradients(problem)), ):
-        results = run(problem) if run is value_and_gradients else run()
+    for run in (lambda: value_and_gradients(problem), jax.jit(lambda: value_and_gradients(problem))):
+        results = run()
         assert [v.shape for v in results] == shapes
         assert not any(v.any() for v in results)
     batched = jax.vmap(lambda x: problem.convolve(x, *problem.operands[1:]))(problem.x[None])
@@ -207,9 +209,7 @@ def test_more_rows_than_an_index_can_count() -> None:
         jax.eval_shape(batched, *shapes(2**11))
     with pytest.raises(jaxcg.GraphError, match="at most 2147483647"):
         problem = Problem.random(SCALARS)
-        jax.eval_shape(
-            lambda: SCALARS.convolve(*problem.operands, problem.senders, problem.receivers, num_nodes=2**31)
-        )
+        jax.eval_shape(lambda: SCALARS.convolve(*problem.operands, problem.senders, problem.receivers, num_nodes=2**31))
     # The plain product has no index.
     assert jax.eval_shape(SCALARS, *(jax.ShapeDtypeStruct((2**32, *s.shape[1:]), "float32") for s in shapes()[:3]))
 
@@ -240,8 +240,7 @@ def test_dtypes_promote() -> None:
         gradients = jax.grad(lambda *v: problem.convolve(*v).sum(), argnums=(0, 1, 2))(*mixed)
         assert [g.dtype for g in gradients] == [v.dtype for v in mixed]
     # Numbers without a type of their own, and integers, take the type of the others.
-    ones = SMALL.convolve(single[0], jnp.ones_like(y, dtype="int32"), single[2], problem.senders, problem.receivers, num_nodes=5)
-    assert ones.dtype == jnp.float32
+    assert problem.convolve(single[0], jnp.ones_like(y, dtype="int32"), single[2]).dtype == jnp.float32
     assert SMALL(np.asarray(x[0]), np.asarray(y[0]), np.asarray(w[0])).dtype == jnp.float64
 
 

@@ -133,12 +133,12 @@ def test_empty_blocks_equal_the_list_without_them() -> None:
     without = jaxcg.TensorProduct("3x0e+2x1o", "2x0e", "4x0e+2x1o", [(0, 0, 0, "uvw", True), (1, 0, 1, "uvu", True)])
     assert with_empty.weight_numel == without.weight_numel
     problem = Problem.random(with_empty)
-    assert_close(
-        problem.convolve(*problem.operands), Problem.random(without).convolve_by_e3nn(*problem.operands)
-    )
+    assert_close(problem.convolve(*problem.operands), Problem.random(without).convolve_by_e3nn(*problem.operands))
 
 
-@pytest.mark.parametrize("irreps", [("", "0e", "0e"), ("0e", "", "0e"), ("2x0e", "1o", ""), ("", "", ""), ("0x1o", "0e", "0x1o")], ids=str)
+@pytest.mark.parametrize(
+    "irreps", [("", "0e", "0e"), ("0e", "", "0e"), ("2x0e", "1o", ""), ("", "", ""), ("0x1o", "0e", "0x1o")], ids=str
+)
 @pytest.mark.parametrize("layout", ["mul_ir", "ir_mul"])
 def test_irreps_without_any_channel(irreps: tuple[str, str, str], layout: str) -> None:
     instructions = [(0, 0, 0, "uvu", True)] if "0x1o" in irreps else []

@@ -51,8 +51,7 @@ class Signature:
 
 
 SIGNATURES = {
-    # load_x at (operand, component); load_w at (operand, path); load_m at (y operand, entry)
-    "load_x": Signature((), LANES, places=2),
+    # load_w at (operand, path); load_m at (y operand, entry)
     "load_w": Signature((), LANES, places=2),
     "load_m": Signature((), SCALAR, places=2),
     "zero_lanes": Signature((), LANES),
@@ -64,9 +63,8 @@ SIGNATURES = {
     "fma_scalar": Signature((SCALAR, LANES), LANES, accumulates=True),
     "dot": Signature((LANES, LANES), SCALAR, accumulates=True),
     "axpy": Signature((SCALAR,), SCALAR, accumulates=True),
-    # store_w at (output, path); add_x at (output, component)
+    # store_w at (output, path)
     "store_w": Signature((LANES,), None, places=2),
-    "add_x": Signature((LANES,), None, places=2),
 }
 
 

@@ -154,7 +154,4 @@ def estimate(paths: tuple[Path, ...], factors: Factors, channels: int, itemsize:
         other += c * (n["w"] + n["W"]) * (path.weight_offset is not None)
         other += -(-shape.distinct // 4) * n["y"] * (1 if itemsize == 4 else 2)
     other += 3 * y_dim * n["Y"] * (1 if itemsize == 4 else 2)
-    # What the compiler needs to overlap loads of M with arithmetic; without it, double backward passes of the uvu
-    # workloads spill 80 to 250 bytes a thread, while backward passes in float32 do without.
-    margin = 24 * max(n["y"] - 1, 0) if itemsize == 4 else 16 * n["y"]
-    return RoleCost(BASE_REGISTERS + margin + values * itemsize // 4, multiply_adds + other, multiply_adds)
+    return RoleCost(BASE_REGISTERS + values * itemsize // 4, multiply_adds + other, multiply_adds)

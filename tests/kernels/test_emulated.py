@@ -17,8 +17,8 @@ import jaxcg
 from jaxcg.runtime import launch
 from jaxcg.schedule import choose, is_packed
 from tests import emulator
+from tests._ahead import Ahead, parameters
 from tests._cases import CASES, ORDERS, PRODUCTS, make_call, other_term_sets, term_sets
-from tests.kernels._ahead import Ahead, parameters
 from tests.kernels._check import LIMITS, check, image, source_of
 
 # In layout mul_ir two chunks of channels, the second with a tail. In layout ir_mul whole chunks of 64 channels, which

@@ -12,8 +12,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxcg import UnsupportedError
 from tests import emulator
 from tests._oracle import SCALARS, SMALL, Problem, assert_close, assert_nonzero
 
@@ -132,6 +134,27 @@ def nothing_is_gathered() -> None:
     local = jax.vmap(jax.grad(lambda *v: jnp.sum(jnp.tanh(problem.convolve(*v)))))
     text = jax.jit(spread(local, (Spec("d"),) * 3, Spec("d"))).lower(*operands).compile().as_text()
     assert "all-gather" not in text and "all-reduce" not in text
+
+
+@check
+def xla_divides_plain_operations_and_never_a_kernel() -> None:
+    # With sharded arguments and no shard_map a custom call would have all of its operands gathered on every device.
+    problem = Problem.random(SCALARS, edges=12)
+    graph = (problem.y, problem.w, problem.senders, problem.receivers)
+    arguments = [jax.device_put(v, NamedSharding(mesh(), Spec("d"))) for v in graph]
+
+    def convolve(y: jax.Array, w: jax.Array, senders: jax.Array, receivers: jax.Array, impl: str = "auto") -> jax.Array:
+        return SCALARS.convolve(problem.x, y, w, senders, receivers, num_nodes=problem.num_nodes, impl=impl)
+
+    with emulator.emulated():
+        compiled = jax.jit(convolve).lower(*arguments).compile()
+        assert "jaxcg_launch" not in compiled.as_text()
+        assert_close(compiled(*arguments), problem.convolve(*problem.operands, impl="xla"))
+        with pytest.raises(UnsupportedError, match="shard_map"):
+            jax.jit(partial(convolve, impl="cuda")).lower(*arguments)
+        assert "jaxcg_launch" in jax.jit(convolve).lower(*graph).as_text()
+        inside = spread(lambda *v: jax.lax.psum(convolve(*v, impl="cuda"), "d"), (Spec("d"),) * 4, Spec())
+        assert "jaxcg_launch" in jax.jit(inside).lower(*arguments).as_text()
 
 
 @check

@@ -113,9 +113,7 @@ def test_values_after_elimination() -> None:
 
 
 def test_the_rule_drops_outputs_and_then_operands() -> None:
-    backward = _terms.transpose(
-        _terms.jvp(_terms.forward(True), [True] * 3), [False] * 3 + [True] * 3, [True]
-    )
+    backward = _terms.transpose(_terms.jvp(_terms.forward(True), [True] * 3), [False] * 3 + [True] * 3, [True])
     backward = _terms.prune(backward, [True] * 3)[0]
     jaxpr = jax.make_jaxpr(lambda *v: jax.vjp(PROBLEM.convolve, *v)[1](PROBLEM.cotangent()))(*PROBLEM.operands).jaxpr
     *_, equation = equations(dce(jaxpr))

@@ -100,7 +100,7 @@ def test_serialised_for_cuda_and_read_back() -> None:
     again = jax.export.deserialize(whole.serialize())
     assert again.platforms == ("cuda",)
     assert again.mlir_module().count("@jaxcg_launch") == whole.mlir_module().count("@jaxcg_launch") == 1
-    with pytest.raises(ValueError, match="(?i)platform"):
+    with pytest.raises(ValueError, match=r"(?i)platform"):
         again.call(*problem.operands)
 
 

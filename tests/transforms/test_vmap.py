@@ -38,8 +38,7 @@ def test_every_combination_of_batched_arguments(size: int, shared: bool) -> None
     entries = stacked(size, shared=shared)
     for axes in COMBINATIONS:
         batches = [
-            entries[0][n] if axis is None else jnp.stack([entry[n] for entry in entries])
-            for n, axis in enumerate(axes)
+            entries[0][n] if axis is None else jnp.stack([entry[n] for entry in entries]) for n, axis in enumerate(axes)
         ]
         actual = jax.vmap(value_and_gradients, in_axes=axes)(*batches)
         rows = [
