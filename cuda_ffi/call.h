@@ -12,7 +12,7 @@
 
 namespace jaxcg {
 
-constexpr size_t kMaxLaunches = 32;
+constexpr size_t kMaxLaunches = 512;
 // The driver's limit for a kernel's parameters before CUDA 12.1; a call of ours uses a tenth of it.
 constexpr size_t kMaxArgumentBytes = 4096;
 
