@@ -111,6 +111,7 @@ ODD = (
     Case("repeated-blocks", "4x0e+5x1o+0x2e+4x1o", "0e+1o+1o", "0e+1o"),
     Case("36-components-of-y", "3x0e+2x2e", "0e+1o+2e+3o+4e+5o", "0e+1o+2e+3o", layout="ir_mul"),
     Case("mul-1100", "1100x0e+3x1o", "0e+1o", "0e", nodes=5, edges=40),
+    Case("twenty-blocks", "+".join(["3x0e", "2x0o"] * 10), "0e", None),
     Case("vector-access", "128x0e+256x1o", "0e+1o", "0e+1o", layout="ir_mul"),
     Case("plain-product", "33x0e+5x1o", *_SMALL, indexed=False),
     Case("plain-product-unweighted", "8x0e+40x1o+2x2e", *_SMALL, indexed=False, weighted=False, layout="ir_mul"),

@@ -22,6 +22,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--update-golden", action="store_true", help="write tests/golden anew instead of comparing")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("update_golden") and getattr(config.option, "numprocesses", None):
+        raise pytest.UsageError("--update-golden writes whole files: run it without -n")
+
+
 def has_gpu() -> bool:
     """Whether JAX finds an NVIDIA GPU in this process."""
     try:

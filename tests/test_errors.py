@@ -1,4 +1,4 @@
-"""Every wrong use raises when the call is traced, with an error that names the argument, what was expected, what came."""
+"""Every wrong use raises when the call is traced: an error that names the argument, what was expected, what came."""
 
 import pickle
 from collections.abc import Callable

@@ -224,7 +224,7 @@ WITHOUT_EXTENSION = """
 import sys
 sys.modules["jaxcg._cuda_ffi"] = None  # never built
 sys.modules["nvidia"] = None           # no library of CUDA
-import jax, jax.numpy as jnp, jaxcg
+import jax, jax.export, jax.numpy as jnp, jaxcg
 tp = jaxcg.TensorProduct.channelwise("4x0e", "0e+1o")
 assert tp(jnp.ones((3, 4)), jnp.ones((3, 4)), jnp.ones(tp.weight_numel)).shape == (3, 16)
 try:

@@ -1,5 +1,6 @@
 """Print programs as CUDA C++: one statement an operation, one comment a path."""
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ class Number:
 
     def literal(self, value: float) -> str:
         """A literal that reads back as the nearest number of the dtype: 9 or 17 digits, `f` for float only."""
+        if self.itemsize == 4:
+            (value,) = struct.unpack("f", struct.pack("f", value))  # rounded once, not to 9 digits and then again
         text = f"{value:.9g}" if self.itemsize == 4 else f"{value:.17g}"
         if "." not in text and "e" not in text:
             text += ".0"

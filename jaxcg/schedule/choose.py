@@ -42,7 +42,7 @@ class DeviceLimits:
     registers: tuple[int, int] = (200, 240)
     code_bytes: int = 20 * 1024
     warps: int = 16
-    multiprocessors: int = 160
+    multiprocessors: int = 192
     channels: tuple[int, ...] = (1, 2)
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from tests._cases import (
     PRODUCTS,
     WORKLOADS,
     Case,
-    assert_matches,
+    bound,
     magnitudes_of,
     make_call,
     make_graph,
@@ -34,7 +35,10 @@ def derivatives(case: Case, impl: str = "cuda") -> dict[str, Callable[..., objec
 
     def forward(graph: tuple, x: jax.Array, y: jax.Array, w: jax.Array) -> jax.Array:
         senders, receivers, order = graph
-        return tp.convolve(x, y, w, senders, receivers, num_nodes=case.nodes, edge_order=order, impl=impl)
+        return tp.convolve(
+            x, y, w, senders, receivers,
+            num_nodes=case.nodes, edge_order=order, receivers_sorted=order is None, impl=impl,
+        )  # fmt: skip
 
     def backward(graph: tuple, x: jax.Array, y: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
         return jax.vjp(lambda *operands: forward(graph, *operands), x, y, w)[1](g)
@@ -52,7 +56,8 @@ def shapes(case: Case, order: str, dtype: str) -> list[jax.ShapeDtypeStruct]:
 
 def compile_by_public_face(case: Case, order: str, dtype: str) -> jax.stages.Compiled:
     edges = jax.ShapeDtypeStruct((case.edges,), jnp.int32)
-    graph = (edges, edges, jaxcg.EdgeOrder(edges))
+    # As the case has it, so that its kernels are those that were compiled before.
+    graph = (edges, edges, None if case.graph == "sorted" else jaxcg.EdgeOrder(edges))
     return jax.jit(derivatives(case)[order]).lower(graph, *shapes(case, order, dtype)).compile()
 
 
@@ -105,15 +110,17 @@ def test_mace_large_on_a_protein(order: str, targets: tuple[str, ...]) -> None:
             num_rows=case.edges, num_x=case.nodes, num_z=case.nodes, shared=False,
         )  # fmt: skip
 
-    exact = [np.asarray(result) for result in jax.jit(lambda o: evaluate(call.coupling, o))(operands)]
-    sizes = jax.jit(lambda o: evaluate(magnitudes_of(call), [jnp.abs(operand) for operand in o]))(operands)
-    sizes = [np.asarray(size) for size in sizes]
+    # Not tuned: compiled for one run.
+    jit = partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
+    exact = jit(lambda o: evaluate(call.coupling, o))(operands)
+    sizes = jit(lambda o: evaluate(magnitudes_of(call), [jnp.abs(operand) for operand in o]))(operands)
     for dtype in ("float32", "float64"):
         compile_case(case, order, dtype, targets)
         run = jax.jit(derivatives(case)[order])
         given = [operand.astype(dtype) for operand in operands]
-        for number in range(4):
+        for _ in range(4):
             results = run((senders, receivers, edge_order), *given)
-            results = results if isinstance(results, tuple) else (results,)
-            if number in (0, 3):
-                assert_matches(list(results), exact, sizes, dtype, f"execution {number}")
+        for n, (got, want, size) in enumerate(zip(jax.tree.leaves(results), exact, sizes, strict=True)):
+            assert got.shape == want.shape and got.dtype == dtype
+            right = jnp.abs(got - want) <= bound(size, dtype)
+            assert bool(right.all()), f"output {n}: {int((~right).sum())} of {right.size} elements are off"

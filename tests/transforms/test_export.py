@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -107,6 +108,7 @@ def test_serialised_for_cuda_and_read_back() -> None:
 RUN_ELSEWHERE = """
 import sys
 import jax
+import jax.export
 import numpy as np
 folder = sys.argv[1]
 program = jax.export.deserialize(open(folder + "/program", "rb").read())

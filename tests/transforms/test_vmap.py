@@ -1,6 +1,7 @@
 """Batching: every combination of batched arguments, nested, of derivatives, empty batches."""
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,47 +16,50 @@ NAMES = ("x", "y", "w", "senders", "receivers")
 COMBINATIONS = [axes for axes in itertools.product([None, 0], repeat=5) if any(a is not None for a in axes)]
 
 
-def stacked(size: int, *, shared: bool = False) -> list[tuple[jax.Array, ...]]:
+# Shared weights of a channelwise product are factored out of the sum over edges; others stay inside, and a batch of
+# them takes a loop.
+FULLY_CONNECTED = jaxcg.TensorProduct.fully_connected("2x0e", "0e+1o", "0e+2x1o")
+BATCHES = {
+    "weights-of-edges": (SCALARS, False, 3),
+    "shared-weights": (SCALARS, True, 3),
+    "fully-connected": (FULLY_CONNECTED, True, 3),
+    "one-entry": (SCALARS, False, 1),
+    "no-entry": (SCALARS, False, 0),
+    "no-entry-shared-weights": (SCALARS, True, 0),
+    "no-entry-fully-connected": (FULLY_CONNECTED, True, 0),
+}
+
+
+def stacked(tp: jaxcg.TensorProduct, shared: bool, size: int) -> list[tuple[jax.Array, ...]]:
     """Arguments (x, y, w, senders, receivers) for each batch entry, all different; some edges absent."""
-    problems = [Problem.random(SMALL, shared=shared, seed=seed) for seed in range(max(size, 1))]
+    problems = [Problem.random(tp, shared=shared, seed=seed) for seed in range(size)]
     entries = [(*p.operands, p.senders, p.receivers) for p in problems]
     return [(x, y, w, s.at[3 + n].set(-1), r.at[5].set(5 + n)) for n, (x, y, w, s, r) in enumerate(entries)]
 
 
-def value_and_gradients(*arguments: jax.Array) -> tuple[jax.Array, ...]:
+def value_and_gradients(tp: jaxcg.TensorProduct, *arguments: jax.Array) -> tuple[jax.Array, ...]:
     """The value and all three gradients of a convolution, for a fixed cotangent."""
     *operands, senders, receivers = arguments
-    z, pull = jax.vjp(lambda *v: SMALL.convolve(*v, senders, receivers, num_nodes=5), *operands)
+    z, pull = jax.vjp(lambda *v: tp.convolve(*v, senders, receivers, num_nodes=5), *operands)
     return z, *pull(jnp.cos(jnp.arange(z.size, dtype=z.dtype)).reshape(z.shape))
 
 
-ONE = jax.jit(value_and_gradients)
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["weights-of-edges", "shared-weights"])
-@pytest.mark.parametrize("size", [1, 3])
-def test_every_combination_of_batched_arguments(size: int, shared: bool) -> None:
-    entries = stacked(size, shared=shared)
+@pytest.mark.parametrize(("tp", "shared", "size"), BATCHES.values(), ids=BATCHES)
+def test_every_combination_of_batched_arguments(tp: jaxcg.TensorProduct, shared: bool, size: int) -> None:
+    entries = stacked(tp, shared, max(size, 1))
+    one = jax.jit(partial(value_and_gradients, tp))
     for axes in COMBINATIONS:
-        batches = [
+        arrays = [
             entries[0][n] if axis is None else jnp.stack([entry[n] for entry in entries]) for n, axis in enumerate(axes)
         ]
-        actual = jax.vmap(value_and_gradients, in_axes=axes)(*batches)
-        rows = [
-            ONE(*(array if axis is None else array[b] for array, axis in zip(batches, axes, strict=True)))
-            for b in range(size)
-        ]
+        arrays = [v if axis is None else v[:size] for v, axis in zip(arrays, axes, strict=True)]
+        actual = jax.vmap(partial(value_and_gradients, tp), in_axes=axes)(*arrays)
+        if size == 0:
+            assert [v.shape for v in actual] == [(0, 5, tp.irreps_out.dim), *((0, *v.shape) for v in entries[0][:3])]
+            continue
+        rows = [one(*(v if axis is None else v[b] for v, axis in zip(arrays, axes, strict=True))) for b in range(size)]
         expected = jax.tree.map(lambda *v: jnp.stack(v), *rows)
         assert_close(actual, expected, what=f"batched {[n for n, a in zip(NAMES, axes, strict=True) if a == 0]}")
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["weights-of-edges", "shared-weights"])
-def test_a_batch_of_no_entries(shared: bool) -> None:
-    arguments = stacked(0, shared=shared)[0]
-    for axes in COMBINATIONS:
-        empty = [v if axis is None else v[None][:0] for v, axis in zip(arguments, axes, strict=True)]
-        shapes = [v.shape for v in jax.vmap(value_and_gradients, in_axes=axes)(*empty)]
-        assert shapes == [(0, 5, SMALL.irreps_out.dim), *((0, *v.shape) for v in arguments[:3])]
 
 
 def test_other_axes_than_the_first() -> None:
