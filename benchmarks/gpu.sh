@@ -2,7 +2,7 @@
 # On a machine with an NVIDIA GPU: install the package from source, run the GPU tests, then the benchmarks.
 #
 #   benchmarks/gpu.sh tests               pytest -m gpu; a skipped test counts as a failure
-#   benchmarks/gpu.sh sanitize            every order on small products under compute-sanitizer
+#   benchmarks/gpu.sh sanitize            tests/gpu/sanitize.py under compute-sanitizer
 #   benchmarks/gpu.sh bench [ARGUMENTS]   our own times; ARGUMENTS go to convolution.py
 #   benchmarks/gpu.sh peers [ARGUMENTS]   the same beside the peers that are installed
 #   benchmarks/gpu.sh all                 tests, then peers
@@ -65,12 +65,10 @@ tests() {
 }
 
 sanitize() {
-    local products=${1:-mace-first,nequix-main} tool
+    local tool
     for tool in memcheck racecheck; do
         XLA_FLAGS=--xla_gpu_autotune_level=0 compute-sanitizer --tool "$tool" --error-exitcode 9 --report-api-errors no \
-            "$PYTHON" benchmarks/convolution.py --check-only --small --products "$products" \
-            --implementations jaxcg,jaxcg_mul_ir --threads 1 --output "$out/sanitize-$tool.jsonl" 2>&1 |
-            tee "$out/sanitize-$tool.log" | tail -n 25
+            "$PYTHON" -m tests.gpu.sanitize 2>&1 | tee "$out/sanitize-$tool.log" | tail -n 4
     done
 }
 
