@@ -5,9 +5,10 @@ and offsets the indices; dead-code elimination drops outputs nobody asks for, an
 A product without a graph is the case where row e reads row e of every operand.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import jax
@@ -286,6 +287,11 @@ def lower_xla(ctx: Any, *args: Any, call: Call, terms: TermSet) -> Any:
     return mlir.lower_fun(partial(evaluate_with_xla, call=call, terms=terms), multiple_results=True)(ctx, *args)
 
 
+@cache
+def _log_once(message: str) -> None:
+    logging.getLogger("jaxcg").info(message)
+
+
 def kernel_lowering(compiler_of: Callable[[Any], Any]) -> Callable[..., Any]:
     """Lowering of the primitive to generated kernels.
 
@@ -293,20 +299,24 @@ def kernel_lowering(compiler_of: Callable[[Any], Any]) -> Callable[..., Any]:
         compiler_of: from the lowering context to the compiler of texts (see `jaxcg.runtime.launch.Compiler`).
 
     Returns:
-        A lowering rule, which leaves to XLA the calls that no kernel takes, and programs that XLA divides among
-        devices by itself.
+        A lowering rule. Under ``impl="auto"`` it leaves to XLA, and logs once, the calls that no kernel takes, and
+        programs that XLA divides among devices by itself.
     """
 
     def lower(ctx: Any, *args: Any, call: Call, terms: TermSet) -> Any:
         from jaxcg.runtime import launch  # loads the code generator only where a kernel is wanted
 
-        divided = call.impl != "xla" and partitioned_by_xla(ctx)
-        if divided and call.impl == "cuda":
-            raise UnsupportedError(
-                "impl='cuda' needs a program for one device, but XLA divides this one among several, and it cannot "
-                "divide a kernel; wrap the call in jax.shard_map, or use impl='auto' to take plain XLA operations"
+        if call.impl == "xla":
+            return lower_xla(ctx, *args, call=call, terms=terms)
+        objection = kernel_objection(call)
+        if partitioned_by_xla(ctx):
+            objection = "XLA divides this program among devices, but cannot divide a kernel; wrap it in jax.shard_map"
+        if objection is not None:
+            if call.impl == "cuda":
+                raise UnsupportedError(f"impl='cuda' cannot run {call!r}: {objection}, or use impl='auto'")
+            _log_once(
+                f"{call.product.irreps_in1} x {call.product.irreps_in2} runs as plain XLA operations: {objection}"
             )
-        if call.impl == "xla" or divided or kernel_objection(call) is not None:
             return lower_xla(ctx, *args, call=replace(call, impl="xla"), terms=terms)
         run = launch.custom_call(call, terms, compiler_of(ctx))
         return mlir.lower_fun(run, multiple_results=True)(ctx, *args)

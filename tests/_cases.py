@@ -258,10 +258,11 @@ def bound(sizes: np.ndarray, dtype: str) -> np.ndarray:
     Each summand carries at most 8 roundings of its own factors (coefficient, M, two products, two derivative
     products, two partial sums), and n summands add up to sqrt(n) roundings of the running sum if roundings are
     independent (Higham, Accuracy and Stability, section 2.8). The running sum is at most the sum of magnitudes. n
-    is 64 here: sums are split into lanes, warps and receivers, none of which adds more in a row in these cases.
+    is 256 here: sums are split into lanes, warps and receivers, none of which adds more in a row in these cases (the
+    most are the 150 edges onto one receiver).
     """
     eps = np.finfo(dtype).eps
-    return (8 + np.sqrt(64.0)) * eps * sizes
+    return (8 + np.sqrt(256.0)) * eps * sizes
 
 
 def assert_matches(

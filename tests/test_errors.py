@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxcg
+from tests import emulator
 
 TP = jaxcg.TensorProduct.channelwise("3x0e+2x1o", "0e+1o", "0e+1o")
 X, Y, W = jnp.ones((4, 9), "float32"), jnp.ones((6, 4), "float32"), jnp.ones((6, 10), "float32")
@@ -153,6 +154,16 @@ def test_cuda_for_a_product_without_kernels_names_the_mode(tp: jaxcg.TensorProdu
     np.testing.assert_array_equal(tp(x, y, w, impl="auto"), tp(x, y, w, impl="xla"))
     assert jaxcg.path_taken(tp, platform="cuda") == "xla"
     assert reason in tp.kernel_support().reason
+
+
+def test_auto_logs_once_that_it_takes_the_slow_path(caplog: pytest.LogCaptureFixture) -> None:
+    tp = jaxcg.TensorProduct.fully_connected("2x0e+1o", "0e", "5x0e")
+    call = jax.jit(lambda *v: tp(*v))
+    with emulator.emulated(lambda text: b"never built"), caplog.at_level("INFO", logger="jaxcg"):
+        for rows in (2, 3):
+            assert "jaxcg_launch" not in call.lower(*ones(tp, rows)).as_text()
+        (record,) = (record for record in caplog.records if record.name == "jaxcg")
+        assert "2x0e+1x1o x 1x0e" in record.getMessage() and "mode uvw" in record.getMessage()
 
 
 def test_cuda_for_a_convolution_of_mode_uvv() -> None:

@@ -4,6 +4,7 @@ import copy
 import inspect
 import os
 import pickle
+import re
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError
@@ -249,6 +250,15 @@ def test_the_example_of_the_first_page() -> None:
         optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS,
     )
     assert attempted > 5 and failed == 0
+
+
+def test_names_outside_the_documented_interface_of_jax_are_in_one_file() -> None:
+    # JAX moves them between releases.
+    files = sorted((REPOSITORY / "jaxcg").rglob("*.py"))
+    assert len(files) > 20
+    private = re.compile(r"jax\._src|jax\.interpreters|jax\.extend|from jax import (core|interpreters)")
+    found = {str(file.relative_to(REPOSITORY)) for file in files if private.search(file.read_text())}
+    assert found == {"jaxcg/_jax_internals.py"}
 
 
 def test_results_have_the_shape_and_dtype_that_are_promised() -> None:

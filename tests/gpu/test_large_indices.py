@@ -1,9 +1,12 @@
 """Arrays of more than 2^31 elements: offsets must be computed in 64 bits."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
 
 from tests._cases import PRODUCTS
 
@@ -25,11 +28,11 @@ def test_weights_of_more_than_2_31_elements() -> None:
     senders = jax.random.randint(keys[4], (edges,), 0, NODES)
     receivers = jnp.arange(edges) // DEGREE
 
-    def results(first: int, last: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def results(first: int, last: int, x: Array, y: Array, w: Array, cotangent: Array) -> tuple[Array, Array, Array]:
         """z, gradient of y and gradient of w for the receivers in a range, from their own edges only."""
         part = slice(DEGREE * first, DEGREE * last)
 
-        def convolve(y: jax.Array, w: jax.Array) -> jax.Array:
+        def convolve(y: Array, w: Array) -> Array:
             return tp.convolve(
                 x, y, w, senders[part], receivers[part] - first,
                 num_nodes=last - first, receivers_sorted=True, impl="cuda",
@@ -38,7 +41,8 @@ def test_weights_of_more_than_2_31_elements() -> None:
         z, pull = jax.vjp(convolve, y[part], w[part])
         return z, *pull(cotangent[first:last])
 
-    run = jax.jit(results, static_argnums=(0, 1))
+    jitted = jax.jit(results, static_argnums=(0, 1))
+    run = partial(jitted, x=x, y=y, w=w, cotangent=cotangent)
     whole = run(0, NODES)
     size = NODES // 4
     for start in range(0, NODES, size):

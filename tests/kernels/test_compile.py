@@ -1,6 +1,6 @@
 """Every kernel of every product at full multiplicity, compiled by NVRTC: registers, spills, launches.
 
-sm_90 by default; sm_80 and sm_100, and the products whose kernels take long, with ``--slow`` (five more minutes).
+sm_90 by default; sm_80 and sm_100, and the products whose kernels take long, with ``--slow`` (seven more minutes).
 """
 
 import json

@@ -32,7 +32,7 @@ BATCHES = {
 
 def stacked(tp: jaxcg.TensorProduct, shared: bool, size: int) -> list[tuple[jax.Array, ...]]:
     """Arguments (x, y, w, senders, receivers) for each batch entry, all different; some edges absent."""
-    problems = [Problem.random(tp, shared=shared, seed=seed) for seed in range(size)]
+    problems = [Problem.random(tp, senders=7, shared=shared, seed=seed) for seed in range(size)]
     entries = [(*p.operands, p.senders, p.receivers) for p in problems]
     return [(x, y, w, s.at[3 + n].set(-1), r.at[5].set(5 + n)) for n, (x, y, w, s, r) in enumerate(entries)]
 
