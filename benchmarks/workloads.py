@@ -69,7 +69,10 @@ class Product:
 
 @dataclass(frozen=True)
 class Graph:
-    """Edges sorted by receiver; senders lie in a band around the receiver, as in a spatially ordered system."""
+    """Edges sorted by receiver, then by sender, as OpenEquivariance's deterministic mode wants them.
+
+    Senders lie in a band around the receiver, as in a spatially ordered system.
+    """
 
     name: str
     nodes: int
@@ -82,7 +85,9 @@ class Graph:
         receivers = np.sort(rng.integers(0, receiving, self.edges))
         band = max(2, min(self.nodes // 2, 4 * self.edges // self.nodes))
         distance = rng.integers(1, band, self.edges) * rng.choice([-1, 1], self.edges)
-        return ((receivers + distance) % self.nodes).astype(np.int32), receivers.astype(np.int32)
+        senders = (receivers + distance) % self.nodes
+        order = np.lexsort((senders, receivers))
+        return senders[order].astype(np.int32), receivers[order].astype(np.int32)
 
 
 SMALL = Graph("small", 23, 180)

@@ -22,6 +22,7 @@ from jaxcg.runtime import launch
 from jaxcg.schedule import DeviceLimits, choose
 from tests import emulator
 from tests._cases import Case, term_sets
+from tests.emulator.compiler import Sanitizer
 from tests.kernels._check import check, image, source_of
 
 # Tails, two blocks of x, unsorted edges of which some are absent, receivers without edges.
@@ -41,7 +42,7 @@ real_source = launch.kernel_source
 
 
 @contextlib.contextmanager
-def kernels_by(make: Make, compile_source: Callable[[str], bytes] = image) -> Iterator[None]:
+def kernels_by(make: Make, compile_source: Callable[[str], bytes]) -> Iterator[None]:
     """The primitive takes kernels that `make` makes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "kernel_source", make)
@@ -49,11 +50,12 @@ def kernels_by(make: Make, compile_source: Callable[[str], bytes] = image) -> It
             yield
 
 
-def fault_found(case: Case, order: str, make: Make, compile_source: Callable[[str], bytes] = image) -> str:
-    """What the comparison says about spoiled kernels; empty if it finds nothing."""
+def fault_found(case: Case, order: str, make: Make, sanitizer: Sanitizer | None = None) -> str:
+    """What the comparison, or a sanitizer, says about spoiled kernels; empty if it finds nothing."""
+    compile_source = image if sanitizer is None else emulator.sanitized_image(sanitizer)
     with kernels_by(make, compile_source):
         try:
-            check(case, order, "float32")
+            check(case, order, "float32", () if sanitizer is None else [("forward", 3)])
         except (AssertionError, jax.errors.JaxRuntimeError) as error:
             return str(error) or "wrong"
     return ""
@@ -104,8 +106,7 @@ def test_faults_in_the_text(name: str) -> None:
         return replace(source, text=text)
 
     # What is added past the tail is 0, so only the address is wrong.
-    compile_source = emulator.sanitized_image("address") if name == "gradient-of-x-past-the-tail" else image
-    assert fault_found(case, order, spoiled, compile_source)
+    assert fault_found(case, order, spoiled, "address" if name == "gradient-of-x-past-the-tail" else None)
 
 
 LAUNCH_FAULTS = {
@@ -157,9 +158,8 @@ def test_every_barrier_and_wait_is_needed(layout: str, order: str) -> None:
                 raise NothingSpoiledError("this is the text of another call")
             return replace(source, text=text[: span[0]] + text[span[1] :])
 
-        assert fault_found(case, order, spoiled) or fault_found(
-            case, order, spoiled, emulator.sanitized_image("thread")
-        ), f"nobody misses `{line}` at line {text.count(chr(10), 0, start) + 1}"
+        found = fault_found(case, order, spoiled) or fault_found(case, order, spoiled, "thread")
+        assert found, f"nobody misses `{line}` at line {text.count(chr(10), 0, start) + 1}"
 
 
 def spoil_program(edit: Callable[[Op], Op | None], code: str) -> Make:
