@@ -71,7 +71,7 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
     if (lane < count) {
       const T* const y1 = static_cast<const T*>(args.buffers[3]) + my_edge * 3;
       T* const row1 = reinterpret_cast<T*>(shared_memory) + 0 + lane * 4;
-        store_quad(row1 + 0, 0.577350269f * __ldg(y1 + 0), 0.577350269f * __ldg(y1 + 1), 0.577350269f * __ldg(y1 + 2), T(0));
+        store_quad(row1 + 0, 0.577350259f * __ldg(y1 + 0), 0.577350259f * __ldg(y1 + 1), 0.577350259f * __ldg(y1 + 2), T(0));
     }
     role_barrier(0, 32);  // M is complete
 #pragma unroll 1
@@ -126,7 +126,7 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
         T t_6 = T(0);
         Lanes<T, 2> s_7 = mul(w2_0, x0_i0);
         dot(t_6, s_7, z3_p0_k0);
-        gy1_j0 += 0.577350269f * t_6;
+        gy1_j0 += 0.577350259f * t_6;
         fma(gw2_1, x0_i0, h_5);
         Lanes<T, 2> h_8 = zeros<T, 2>();
         fma(h_8, m1_3, z3_p0_k0);
@@ -134,7 +134,7 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
         T t_9 = T(0);
         Lanes<T, 2> s_10 = mul(w2_0, x0_i1);
         dot(t_9, s_10, z3_p0_k0);
-        gy1_j1 += 0.577350269f * t_9;
+        gy1_j1 += 0.577350259f * t_9;
         fma(gw2_1, x0_i1, h_8);
         Lanes<T, 2> h_11 = zeros<T, 2>();
         fma(h_11, m1_4, z3_p0_k0);
@@ -142,7 +142,7 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
         T t_12 = T(0);
         Lanes<T, 2> s_13 = mul(w2_0, x0_i2);
         dot(t_12, s_13, z3_p0_k0);
-        gy1_j2 += 0.577350269f * t_12;
+        gy1_j2 += 0.577350259f * t_12;
         fma(gw2_1, x0_i2, h_11);
         Access<true, true, 2>::store(gw2 + 0, 32, left, gw2_1);
       }

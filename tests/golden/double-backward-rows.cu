@@ -64,10 +64,10 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
     if (lane < count) {
       const T* const y1 = static_cast<const T*>(args.buffers[1]) + my_edge * 3;
       T* const row1 = reinterpret_cast<T*>(shared_memory) + 0 + lane * 4;
-        store_quad(row1 + 0, 0.577350269f * __ldg(y1 + 0), 0.577350269f * __ldg(y1 + 1), 0.577350269f * __ldg(y1 + 2), T(0));
+        store_quad(row1 + 0, 0.577350259f * __ldg(y1 + 0), 0.577350259f * __ldg(y1 + 1), 0.577350259f * __ldg(y1 + 2), T(0));
       const T* const y5 = static_cast<const T*>(args.buffers[5]) + my_edge * 3;
       T* const row5 = reinterpret_cast<T*>(shared_memory) + 64 + lane * 4;
-        store_quad(row5 + 0, 0.577350269f * __ldg(y5 + 0), 0.577350269f * __ldg(y5 + 1), 0.577350269f * __ldg(y5 + 2), T(0));
+        store_quad(row5 + 0, 0.577350259f * __ldg(y5 + 0), 0.577350259f * __ldg(y5 + 1), 0.577350259f * __ldg(y5 + 2), T(0));
     }
     role_barrier(0, 32);  // M is complete
 #pragma unroll 1
@@ -130,7 +130,7 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
         Lanes<T, 2> s_12 = mul(w6_1, x0_i0);
         fma(s_12, w2_0, x4_i0);
         dot(t_11, s_12, z3_p0_k0);
-        gy1_j0 += 0.577350269f * t_11;
+        gy1_j0 += 0.577350259f * t_11;
         fma(gw2_2, x4_i0, h_10);
         fma(gw2_2, x0_i0, h_9);
         fma(acc3_p0_k0, m1_3, s_12);
@@ -146,7 +146,7 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
         Lanes<T, 2> s_17 = mul(w6_1, x0_i1);
         fma(s_17, w2_0, x4_i1);
         dot(t_16, s_17, z3_p0_k0);
-        gy1_j1 += 0.577350269f * t_16;
+        gy1_j1 += 0.577350259f * t_16;
         fma(gw2_2, x4_i1, h_15);
         fma(gw2_2, x0_i1, h_14);
         fma(acc3_p0_k0, m1_4, s_17);
@@ -162,7 +162,7 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
         Lanes<T, 2> s_22 = mul(w6_1, x0_i2);
         fma(s_22, w2_0, x4_i2);
         dot(t_21, s_22, z3_p0_k0);
-        gy1_j2 += 0.577350269f * t_21;
+        gy1_j2 += 0.577350259f * t_21;
         fma(gw2_2, x4_i2, h_20);
         fma(gw2_2, x0_i2, h_19);
         fma(acc3_p0_k0, m1_5, s_22);

@@ -56,7 +56,7 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
     if (lane < count) {
       const T* const y1 = static_cast<const T*>(args.buffers[4]) + my_edge * 3;
       T* const row1 = reinterpret_cast<T*>(shared_memory) + 0 + lane * 4;
-        store_quad(row1 + 0, 0.577350269f * __ldg(y1 + 0), 0.577350269f * __ldg(y1 + 1), 0.577350269f * __ldg(y1 + 2), T(0));
+        store_quad(row1 + 0, 0.577350259f * __ldg(y1 + 0), 0.577350259f * __ldg(y1 + 1), 0.577350259f * __ldg(y1 + 2), T(0));
     }
     role_barrier(0, 32);  // M is complete
 #pragma unroll 1
@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(256) jaxcg_1_fix_up(const Args args
     const int c = 1024 * part + 256 * i + threadIdx.x;
     const int launch = c < 40 ? 0 : -1;
     if (launch < 0) continue;
-    const int* const continued = static_cast<const int*>(args.buffers[8]) + launch * 1921;
+    const int* const continued = static_cast<const int*>(args.buffers[8]) + launch * 2305;
     const int blocks = continued[0];
     const int row = block < blocks ? continued[1 + block] : -1;
     if (row < 0 || (block > 0 && continued[block] == row)) continue;

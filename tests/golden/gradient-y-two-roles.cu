@@ -48,10 +48,10 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
   int next_receiver = static_cast<const int*>(args.buffers[1])[next_edge];
   int my_sender, my_receiver;
   CopyQueue queue;
-  T* const ring = reinterpret_cast<T*>(shared_memory) + 256 + (chunk - 0) * 320;
+  T* const ring = reinterpret_cast<T*>(shared_memory) + 256 + (chunk - 0) * 384;
   int slot = 0;
 #pragma unroll 1
-  for (int t = 0; t < 4; ++t) {
+  for (int t = 0; t < 5; ++t) {
     if (first + t < last) {
       const long long edge = __shfl_sync(0xffffffffu, static_cast<int>(next_edge), t);
       const int sender = __shfl_sync(0xffffffffu, next_sender, t);
@@ -70,14 +70,14 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
     block_barrier();  // the block is done with the sums of the last batch
 #pragma unroll 1
     for (int b = 0; b < count; ++b) {
-      queue.wait<3>();
+      queue.wait<4>();
       __syncwarp();
       T* const stage = ring + slot * 64;
-      T* const free = ring + (slot == 0 ? 4 : slot - 1) * 64;
-      slot = slot == 4 ? 0 : slot + 1;
-      if (base + b + 4 < last) {
-        const long long edge = __shfl_sync(0xffffffffu, static_cast<int>(b + 4 < 32 ? my_edge : next_edge), (b + 4) % 32);
-        const int sender = __shfl_sync(0xffffffffu, b + 4 < 32 ? my_sender : next_sender, (b + 4) % 32);
+      T* const free = ring + (slot == 0 ? 5 : slot - 1) * 64;
+      slot = slot == 5 ? 0 : slot + 1;
+      if (base + b + 5 < last) {
+        const long long edge = __shfl_sync(0xffffffffu, static_cast<int>(b + 5 < 32 ? my_edge : next_edge), (b + 5) % 32);
+        const int sender = __shfl_sync(0xffffffffu, b + 5 < 32 ? my_sender : next_sender, (b + 5) % 32);
         jaxcg_0_role_0_fetch(args, queue, free, edge, sender < 0 ? 0 : sender, lane, chunk);
       }
       queue.commit();
@@ -145,10 +145,10 @@ __device__ __forceinline__ void jaxcg_0_role_1(const Args& args, unsigned char* 
   int next_receiver = static_cast<const int*>(args.buffers[1])[next_edge];
   int my_sender, my_receiver;
   CopyQueue queue;
-  T* const ring = reinterpret_cast<T*>(shared_memory) + 576 + (chunk - 0) * 1280;
+  T* const ring = reinterpret_cast<T*>(shared_memory) + 640 + (chunk - 0) * 1536;
   int slot = 0;
 #pragma unroll 1
-  for (int t = 0; t < 4; ++t) {
+  for (int t = 0; t < 5; ++t) {
     if (first + t < last) {
       const long long edge = __shfl_sync(0xffffffffu, static_cast<int>(next_edge), t);
       const int sender = __shfl_sync(0xffffffffu, next_sender, t);
@@ -167,14 +167,14 @@ __device__ __forceinline__ void jaxcg_0_role_1(const Args& args, unsigned char* 
     block_barrier();  // the block is done with the sums of the last batch
 #pragma unroll 1
     for (int b = 0; b < count; ++b) {
-      queue.wait<3>();
+      queue.wait<4>();
       __syncwarp();
       T* const stage = ring + slot * 256;
-      T* const free = ring + (slot == 0 ? 4 : slot - 1) * 256;
-      slot = slot == 4 ? 0 : slot + 1;
-      if (base + b + 4 < last) {
-        const long long edge = __shfl_sync(0xffffffffu, static_cast<int>(b + 4 < 32 ? my_edge : next_edge), (b + 4) % 32);
-        const int sender = __shfl_sync(0xffffffffu, b + 4 < 32 ? my_sender : next_sender, (b + 4) % 32);
+      T* const free = ring + (slot == 0 ? 5 : slot - 1) * 256;
+      slot = slot == 5 ? 0 : slot + 1;
+      if (base + b + 5 < last) {
+        const long long edge = __shfl_sync(0xffffffffu, static_cast<int>(b + 5 < 32 ? my_edge : next_edge), (b + 5) % 32);
+        const int sender = __shfl_sync(0xffffffffu, b + 5 < 32 ? my_sender : next_sender, (b + 5) % 32);
         jaxcg_0_role_1_fetch(args, queue, free, edge, sender < 0 ? 0 : sender, lane, chunk);
       }
       queue.commit();
@@ -202,15 +202,15 @@ __device__ __forceinline__ void jaxcg_0_role_1(const Args& args, unsigned char* 
         T t_1 = T(0);
         Lanes<T, 2> s_2 = mul(w1_0, x0_i0);
         dot(t_1, s_2, z2_p0_k0);
-        gy0_j1 += 0.577350269f * t_1;
+        gy0_j1 += 0.577350259f * t_1;
         T t_3 = T(0);
         Lanes<T, 2> s_4 = mul(w1_0, x0_i1);
         dot(t_3, s_4, z2_p0_k0);
-        gy0_j2 += 0.577350269f * t_3;
+        gy0_j2 += 0.577350259f * t_3;
         T t_5 = T(0);
         Lanes<T, 2> s_6 = mul(w1_0, x0_i2);
         dot(t_5, s_6, z2_p0_k0);
-        gy0_j3 += 0.577350269f * t_5;
+        gy0_j3 += 0.577350259f * t_5;
       }
       {
         T v[4] = {gy0_j1, gy0_j2, gy0_j3, T(0)};
@@ -223,7 +223,7 @@ __device__ __forceinline__ void jaxcg_0_role_1(const Args& args, unsigned char* 
     jaxcg_0_sum_y(args, shared_memory, base, count);
   }
 }
-extern "C" __global__ void __launch_bounds__(64, 12) jaxcg_0(const Args args) {
+extern "C" __global__ void __launch_bounds__(64, 8) jaxcg_0(const Args args) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const long long edges = args.sizes[0];
