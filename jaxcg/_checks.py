@@ -1,6 +1,7 @@
 """What an operation asks of its arguments: every error of use is raised here or in `_operations`, at trace time."""
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
@@ -103,3 +104,30 @@ def check_impl(tp: TensorProduct, impl: str, graph: bool) -> None:
             raise UnsupportedError(
                 "impl='cuda' has no convolution kernel for mode 'uvv', only one for the plain product; use impl='auto'"
             )
+
+
+def require_sorted(receivers: Int[Array, " edge"], order: Int[Array, " edge"] | None, num_nodes: int) -> None:
+    """Raise unless receivers do not decrease along the order in which the kernels walk the edges.
+
+    Known arrays are checked at once. Traced ones are checked when the program runs, on the host: the error then comes
+    out of the runtime, with this text in it.
+    """
+    receivers = jnp.clip(receivers, 0, max(num_nodes - 1, 0))
+    walked = receivers if order is None else jnp.take(receivers, order, mode="clip")
+    steps = walked[1:] - walked[:-1]
+    where = jnp.argmin(steps) if steps.shape[0] else jnp.zeros((), jnp.int32)
+    least = steps[where] if steps.shape[0] else jnp.zeros((), jnp.int32)
+    if isinstance(least, jax.core.Tracer):
+        jax.debug.callback(_complain_if_unsorted, least, where)
+    else:
+        _complain_if_unsorted(least, where)
+
+
+def _complain_if_unsorted(least: Array, where: Array) -> None:
+    if int(least) < 0:
+        raise GraphError.of(
+            "receivers",
+            expected="in ascending order, as `receivers_sorted` or `edge_order` says",
+            received=f"a receiver after a higher one at edge {int(where) + 1} of the walk",
+            fix="sort the edges, make the order again with jaxcg.sort_edges, or claim nothing",
+        )

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxcg import _terms
-from jaxcg._checks import as_index, check_graph, check_impl, prepare_operands
+from jaxcg._checks import as_index, check_graph, check_impl, prepare_operands, require_sorted
 from jaxcg._coupling import Coupling
 from jaxcg._errors import GraphError, OptionError, ShapeError
 from jaxcg._primitive import Call, apply, resolve
@@ -145,6 +145,7 @@ def convolve(
     num_nodes: int,
     receivers_sorted: bool,
     edge_order: EdgeOrder | None,
+    check_sorted: bool,
     impl: str,
 ) -> Float[Array, "num_nodes z_dim"]:
     """Evaluate ``tp.convolve(...)``; documented at `TensorProduct.convolve`."""
@@ -181,6 +182,8 @@ def convolve(
                 f"`edge_order` must hold {num_edges} integers, one for each edge, got {order.dtype} of shape "
                 f"{list(order.shape)}; make it again with jaxcg.sort_edges whenever the graph changes"
             )
+    if check_sorted and (receivers_sorted or edge_order is not None):
+        require_sorted(receivers, None if edge_order is None else edge_order.by_receiver, num_nodes)
     return _convolve(
         x, y, w, senders, receivers, edge_order,
         tp=tp, num_nodes=num_nodes, receivers_sorted=receivers_sorted, impl=impl,

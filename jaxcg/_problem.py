@@ -301,6 +301,7 @@ class TensorProduct:
         num_nodes: int,
         receivers_sorted: bool = False,
         edge_order: "EdgeOrder | None" = None,
+        check_sorted: bool = False,
         impl: Implementation = "auto",
     ) -> Float[Array, "receiver dim_out"]:
         r"""The product on every edge, summed at the receivers, with no per-edge result in memory.
@@ -316,8 +317,11 @@ class TensorProduct:
             senders: ``[num_edges]``, rows of x.
             receivers: ``[num_edges]``, rows of the result.
             num_nodes: rows of the result.
-            receivers_sorted: a promise that receivers do not decrease; it saves preparation.
+            receivers_sorted: a promise that receivers do not decrease, which saves preparation. Padding at the end
+                keeps it with receiver `num_nodes`, not -1. A wrong promise gives wrong numbers, never an access out
+                of bounds.
             edge_order: what `jaxcg.sort_edges` made of the same senders and receivers.
+            check_sorted: for debugging: raise if the promise or the order is wrong; a compiled program when it runs.
             impl: see `__call__`.
 
         Returns:
@@ -334,7 +338,8 @@ class TensorProduct:
             raise GraphError.of(missing, expected="an integer array of shape [num_edges]", received=None)
         return _operations.convolve(
             self, x, y, w, senders, receivers,
-            num_nodes=num_nodes, receivers_sorted=receivers_sorted, edge_order=edge_order, impl=impl,
+            num_nodes=num_nodes, receivers_sorted=receivers_sorted, edge_order=edge_order, check_sorted=check_sorted,
+            impl=impl,
         )  # fmt: skip
 
 

@@ -284,6 +284,31 @@ def test_a_wrong_claim_of_sortedness_stays_in_bounds() -> None:
         jax.block_until_ready(jax.jit(lambda o: value_and_gradients(problem, edge_order=o))(wrong))
 
 
+def test_a_wrong_claim_of_sortedness_is_found_when_asked_for() -> None:
+    problem = Problem.random(SMALL)
+    by = np.argsort(problem.receivers, kind="stable")
+    right, stale = jaxcg.EdgeOrder(jnp.asarray(by)), jaxcg.EdgeOrder(jnp.asarray(by[::-1].copy()))
+    assert not np.array_equal(by, np.arange(len(by)))
+    in_order = only(problem, by)
+    expected = problem.convolve(*problem.operands)
+    for checked in (
+        in_order.convolve(*in_order.operands, receivers_sorted=True, check_sorted=True),
+        problem.convolve(*problem.operands, edge_order=right, check_sorted=True),
+        problem.convolve(*problem.operands, check_sorted=True),
+        jax.jit(lambda o: problem.convolve(*problem.operands, edge_order=o, check_sorted=True))(right),
+    ):
+        assert_close(checked, expected)
+    with pytest.raises(jaxcg.GraphError, match=r"receivers.*ascending order.*after a higher one at edge"):
+        problem.convolve(*problem.operands, receivers_sorted=True, check_sorted=True)
+    with pytest.raises(jaxcg.GraphError, match="ascending order"):
+        problem.convolve(*problem.operands, edge_order=stale, check_sorted=True)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="ascending order"):
+        jax.block_until_ready(
+            jax.jit(lambda o: problem.convolve(*problem.operands, edge_order=o, check_sorted=True))(stale)
+        )
+        jax.effects_barrier()
+
+
 def test_sort_edges() -> None:
     senders, receivers = jnp.array([0, 0, 1, 2, -1, 9]), jnp.array([2, 0, 7, 0, 1, -3])
     order = jax.jit(jaxcg.sort_edges, static_argnums=2)(senders, receivers, 3)

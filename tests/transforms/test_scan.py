@@ -10,8 +10,7 @@ import jaxcg
 from tests import emulator
 from tests._oracle import Problem, assert_close, assert_nonzero
 
-# The result has the irreps of x (in another order of blocks), so that layers follow each other.
-TP = jaxcg.TensorProduct.channelwise("4x0e", "0e", "0e")
+# The result has as many elements as x, so that layers follow each other.
 VECTORS = jaxcg.TensorProduct.channelwise("2x0e+2x1o", "1o", "0e+1o")
 PROBLEM = Problem.random(VECTORS)
 
