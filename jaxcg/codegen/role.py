@@ -190,7 +190,7 @@ def _write_x_gradients(context: RoleContext, stage: Stage) -> list[str]:
 def render_role(context: RoleContext) -> list[str]:
     """The functions of a role: the copies of an edge, and the walk over the block's edges."""
     problem, layout, lowered, launch = context.problem, context.layout, context.lowered, context.launch
-    coupling, terms, indexed = problem.coupling, problem.terms, problem.indexed
+    coupling, indexed = problem.coupling, problem.indexed
     stage = lay_out(layout, context.stage_size)
     ahead = launch.stages - 1
     batch, channels = launch.batch, layout.channels
@@ -337,7 +337,6 @@ def render_role(context: RoleContext) -> list[str]:
         f"__device__ __forceinline__ void {context.name}(const Args& args, unsigned char* shared_memory, int lane, "
         "int chunk, long long first, long long last) {"
     )
-    del terms
     return [*text, head, *indent(body), "}"]
 
 

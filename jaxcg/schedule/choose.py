@@ -21,11 +21,21 @@ from jaxcg.schedule.cost import RoleCost, count_factors, estimate
 from jaxcg.schedule.shared import plan_shared
 
 INSTRUCTION_BYTES = 16
+# Stages: two are the least that overlap; more than six only take memory from other blocks.
+_STAGES = (6, 5, 4, 3, 2)
+# Roles of a block: of its 16 named barriers one is for the block as a whole.
+_MOST_ROLES = 15
+# Float64 gradients: roles share a block only if at least this share of the warps that the smallest of them could have
+# resident in a launch of its own are. mace-large, dhfr, backward: 0.97 ms with 8 of 12, 0.91 ms apart with 12. A
+# forward pass waits for memory more than for registers: apart it takes 0.42 ms instead of 0.39.
+_LEAST_FILLED = 0.8
+# What the driver keeps of the shared memory of each resident block.
+_RESERVED = 1024
 
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What a schedule may use. The defaults hold on every GPU since sm_80, so one schedule serves all.
+    """What a schedule may use. The defaults hold on every GPU since sm_80 (`launch.limits_of` knows what more there is).
 
     Attributes:
         shared_bytes: dynamic shared memory a block.
@@ -169,18 +179,6 @@ def _roles_of_block(
     return cut
 
 
-# Stages: two are the least that overlap; more than six only take memory from other blocks.
-_STAGES = (6, 5, 4, 3, 2)
-# Named barriers of a block, one of them for the block as a whole.
-_BARRIERS = 15
-# Float64 gradients: roles share a block only if at least this share of the warps that the smallest of them could have
-# resident in a launch of its own are. mace-large, dhfr, backward: 0.97 ms with 8 of 12, 0.91 ms apart with 12. A
-# forward pass waits for memory more than for registers: apart it takes 0.42 ms instead of 0.39.
-_LEAST_FILLED = 0.8
-# What the driver keeps of the shared memory of each resident block.
-_RESERVED = 1024
-
-
 def resident_warps(registers: int) -> int:
     """Warps that a multiprocessor holds at a number of registers a thread.
 
@@ -198,7 +196,7 @@ def _finish(
 ) -> Launch | None:
     """Divide a multiprocessor between blocks: as many as registers allow, fewer if three stages would not fit.
 
-    None if not even one block with two stages and a small batch fits.
+    None if not even one block with two stages and a small batch fits, or if the roles had better not share one.
     """
     warps = sum(role.chunks for role in roles)
     resident = resident_warps(max(role.cost.registers for role in roles))
@@ -250,7 +248,7 @@ def choose(coupling: Coupling, terms: TermSet, itemsize: int, limits: DeviceLimi
         if packed and (
             code > limits.code_bytes
             or warps > limits.warps
-            or len(grown) > _BARRIERS
+            or len(grown) > _MOST_ROLES
             or _finish(coupling, terms, grown, itemsize, limits) is None
         ):
             launches.append(_must_fit(coupling, terms, packed, itemsize, limits))
