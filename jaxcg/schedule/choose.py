@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
-from jaxcg._coupling import Coupling, Path
+from jaxcg._coupling import Coupling
 from jaxcg._errors import UnsupportedError
 from jaxcg._terms import TermSet
 from jaxcg.schedule.cost import RoleCost, count_factors, estimate
@@ -270,8 +270,3 @@ def _must_fit(
             f"{limits.shared_bytes} bytes of shared memory that a block has; use impl='xla'"
         )
     return launch
-
-
-def paths_of(coupling: Coupling, role: Role) -> tuple[Path, ...]:
-    """The paths of a role."""
-    return tuple(coupling.paths[p] for p in role.paths)
