@@ -35,7 +35,7 @@ _RESERVED = 1024
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What a schedule may use. The defaults hold on every GPU since sm_80 (`launch.limits_of` knows what more there is).
+    """What a schedule may use. The defaults hold on every GPU since sm_80 (see `launch.limits_of`).
 
     Attributes:
         shared_bytes: dynamic shared memory a block.
