@@ -90,6 +90,8 @@ def check_graph(senders: Array, receivers: Array, num_nodes: int) -> None:
         )
     if isinstance(num_nodes, bool) or not isinstance(num_nodes, (int, np.integer)) or num_nodes < 0:
         raise GraphError(f"`num_nodes` must be a non-negative Python integer known at trace time, got {num_nodes!r}")
+    if num_nodes > _LARGEST_INDEX:
+        raise GraphError(f"`num_nodes` must be at most {_LARGEST_INDEX}, as indices have 32 bits, got {num_nodes}")
 
 
 def check_impl(tp: TensorProduct, impl: str, graph: bool) -> None:
@@ -107,24 +109,35 @@ def check_impl(tp: TensorProduct, impl: str, graph: bool) -> None:
 
 
 def require_sorted(receivers: Int[Array, " edge"], order: Int[Array, " edge"] | None, num_nodes: int) -> None:
-    """Raise unless receivers do not decrease along the order in which the kernels walk the edges.
+    """Raise unless the kernels would walk each edge once, and receivers do not decrease on the way.
 
     Known arrays are checked at once. Traced ones are checked when the program runs, on the host: the error then comes
     out of the runtime, with this text in it.
     """
     receivers = jnp.clip(receivers, 0, max(num_nodes - 1, 0))
-    walked = receivers if order is None else jnp.take(receivers, order, mode="clip")
-    steps = walked[1:] - walked[:-1]
-    where = jnp.argmin(steps) if steps.shape[0] else jnp.zeros((), jnp.int32)
-    least = steps[where] if steps.shape[0] else jnp.zeros((), jnp.int32)
-    if isinstance(least, jax.core.Tracer):
-        jax.debug.callback(_complain_if_unsorted, least, where)
+    edges = receivers.shape[0]
+    walked = receivers
+    whole: Array | bool = True
+    if order is not None:
+        walked = jnp.take(receivers, order, mode="clip")
+        whole = jnp.all(jnp.zeros(edges, jnp.int32).at[order].add(1, mode="drop") == 1) & jnp.all(order >= 0)
+    falls = walked[1:] < walked[:-1]
+    found = (jnp.any(falls), jnp.argmax(falls) if edges > 1 else 0, whole)
+    if any(isinstance(value, jax.core.Tracer) for value in found):
+        jax.debug.callback(_complain_if_unsorted, *found)
     else:
-        _complain_if_unsorted(least, where)
+        _complain_if_unsorted(*found)
 
 
-def _complain_if_unsorted(least: Array, where: Array) -> None:
-    if int(least) < 0:
+def _complain_if_unsorted(falls: Array, where: Array | int, whole: Array | bool) -> None:
+    if not bool(whole):
+        raise GraphError.of(
+            "edge_order",
+            expected="each edge number once",
+            received="an order that misses some and repeats others",
+            fix="make it with jaxcg.sort_edges",
+        )
+    if bool(falls):
         raise GraphError.of(
             "receivers",
             expected="in ascending order, as `receivers_sorted` or `edge_order` says",

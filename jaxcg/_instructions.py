@@ -1,5 +1,6 @@
 """Instructions of a product: the table of modes, validation, and the lists that the constructors build."""
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -57,6 +58,11 @@ def check_instructions(
             that its mode forbids, irreps that break the selection rule, a missing weight or a negative path weight.
     """
     checked: list[Instruction] = []
+    if not isinstance(instructions, Iterable) or isinstance(instructions, str):
+        raise InstructionError.of(
+            "instructions", expected="a list of (i_in1, i_in2, i_out, mode, has_weight[, path_weight])",
+            received=repr(instructions),
+        )  # fmt: skip
     for number, raw in enumerate(instructions):
         if not isinstance(raw, Sequence) or isinstance(raw, str) or len(raw) not in (5, 6):
             raise InstructionError.of(
@@ -73,18 +79,24 @@ def _check_one(number: int, raw: tuple[object, ...], in1: Irreps, in2: Irreps, o
     indices: list[int] = []
     for name, index, irreps in zip(("i_in1", "i_in2", "i_out"), raw[:3], (in1, in2, out), strict=True):
         try:
-            position = int(index)  # pyright: ignore[reportArgumentType]
-        except (TypeError, ValueError) as error:
+            position = operator.index(index)  # pyright: ignore[reportArgumentType]
+        except TypeError as error:
             raise InstructionError.of(f"{where}.{name}", expected="an integer", received=repr(index)) from error
         if not 0 <= position < len(irreps):
             raise InstructionError.of(
                 f"{where}.{name}", expected=f"a block number in [0, {len(irreps)}) of {irreps}", received=position
             )
         indices.append(position)
-    mode, has_weight = raw[3], bool(raw[4])
-    if mode not in MODES or not isinstance(mode, str):
+    mode, has_weight = raw[3], raw[4]
+    if not isinstance(mode, str) or mode not in MODES:
         raise InstructionError.of(f"{where}.mode", expected="one of " + ", ".join(MODES), received=repr(mode))
-    path_weight = float(raw[5]) if len(raw) == 6 else 1.0  # pyright: ignore[reportArgumentType]
+    if has_weight not in (True, False) or isinstance(has_weight, str):
+        raise InstructionError.of(f"{where}.has_weight", expected="True or False", received=repr(has_weight))
+    has_weight = bool(has_weight)
+    try:
+        path_weight = float(raw[5]) if len(raw) == 6 else 1.0  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError) as error:
+        raise InstructionError.of(f"{where}.path_weight", expected="a number", received=repr(raw[5])) from error
     if not 0.0 <= path_weight < float("inf"):
         # The coefficient of a path is the square root of its weight.
         raise InstructionError.of(f"{where}.path_weight", expected="a finite number >= 0", received=path_weight)

@@ -13,6 +13,8 @@ Block: TypeAlias = tuple[int, Irrep]
 
 def as_irreps(value: IrrepsLike, argument: str) -> Irreps:
     """Read irreps, with an error that names the argument."""
+    if value is None:
+        raise IrrepsError.of(argument, expected="irreps, such as '32x0e+32x1o'", received=None)
     try:
         return Irreps(value)  # pyright: ignore[reportArgumentType]
     except (ValueError, AssertionError, TypeError) as error:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxcg import _terms
-from jaxcg._checks import as_index, check_graph, check_impl, prepare_operands, require_sorted
+from jaxcg._checks import as_array, as_index, check_graph, check_impl, prepare_operands, require_sorted
 from jaxcg._coupling import Coupling
 from jaxcg._errors import GraphError, OptionError, ShapeError
 from jaxcg._primitive import Call, apply, resolve
@@ -154,7 +154,7 @@ def convolve(
     check_graph(senders, receivers, num_nodes)
     senders, receivers = as_index(senders), as_index(receivers)
     num_edges = senders.shape[0]
-    if not isinstance(receivers_sorted, bool):
+    if not isinstance(receivers_sorted, bool | np.bool_):
         raise OptionError.of("receivers_sorted", expected="True or False", received=repr(receivers_sorted))
     if x.ndim != 2:
         raise ShapeError(
@@ -176,7 +176,7 @@ def convolve(
                 f"`edge_order` must come from jaxcg.sort_edges, got {type(edge_order).__name__}; "
                 "make it once with jaxcg.sort_edges(senders, receivers, num_nodes)"
             )
-        order = edge_order.by_receiver
+        order = as_array("edge_order", edge_order.by_receiver)
         if order.shape != (num_edges,) or not jnp.issubdtype(order.dtype, jnp.integer):
             raise GraphError(
                 f"`edge_order` must hold {num_edges} integers, one for each edge, got {order.dtype} of shape "
@@ -186,7 +186,7 @@ def convolve(
         require_sorted(receivers, None if edge_order is None else edge_order.by_receiver, num_nodes)
     return _convolve(
         x, y, w, senders, receivers, edge_order,
-        tp=tp, num_nodes=num_nodes, receivers_sorted=receivers_sorted, impl=impl,
+        tp=tp, num_nodes=num_nodes, receivers_sorted=bool(receivers_sorted), impl=impl,
     )  # fmt: skip
 
 
@@ -276,6 +276,8 @@ def _relayout(y: Float[Array, "rows y_dim"], tp: TensorProduct) -> Float[Array, 
     blocks: list[Array] = []
     at = 0
     for mul, ir in tp.irreps_in2:
+        if mul == 0:
+            continue
         block = y[:, at : at + mul * ir.dim].reshape(-1, mul, ir.dim)
         blocks.append(block.swapaxes(1, 2).reshape(-1, mul * ir.dim))
         at += mul * ir.dim

@@ -318,8 +318,14 @@ def kernel_lowering(compiler_of: Callable[[Any], Any]) -> Callable[..., Any]:
                 f"{call.product.irreps_in1} x {call.product.irreps_in2} runs as plain XLA operations: {objection}"
             )
             return lower_xla(ctx, *args, call=replace(call, impl="xla"), terms=terms)
-        run = launch.custom_call(call, terms, compiler_of(ctx))
-        return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
+        try:
+            run = launch.custom_call(call, terms, compiler_of(ctx))
+            return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
+        except UnsupportedError as error:  # more rows, or more shared memory, than a kernel can have
+            if call.impl == "cuda":
+                raise
+            _log_once(f"{call.product.irreps_in1} x {call.product.irreps_in2} runs as plain XLA operations: {error}")
+            return lower_xla(ctx, *args, call=replace(call, impl="xla"), terms=terms)
 
     return lower
 

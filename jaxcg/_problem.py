@@ -6,6 +6,7 @@ from math import prod
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
 import e3nn_jax as e3nn
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ._errors import GraphError, OptionError
@@ -328,7 +329,7 @@ class TensorProduct:
             ``[num_nodes, irreps_out.dim]`` in the promoted dtype.
 
         Raises:
-            ShapeError, DtypeError, IndicesError: an array does not fit.
+            ShapeError, DtypeError, GraphError: an array does not fit.
             UnsupportedError: ``impl="cuda"`` for a product that generated kernels cannot run.
         """
         from . import _operations
@@ -350,7 +351,7 @@ def _read_path_normalization(value: str | float | None) -> str | float:
     if isinstance(value, str):
         check_option("path_normalization", value, ("element", "path"))
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.floating) or not 0.0 <= value <= 1.0:
         raise OptionError.of(
             "path_normalization", expected="'element', 'path' or a number in [0, 1]", received=repr(value)
         )

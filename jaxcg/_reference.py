@@ -44,6 +44,16 @@ def dense_coefficients(path: Path) -> np.ndarray:
     return dense
 
 
+def _einsum(spec: str, *operands: Array, optimize: str | bool = True) -> Array:
+    """An einsum in the precision of its operands: on a GPU, JAX's default would round float32 factors to 10 bits.
+
+    `jax.default_matmul_precision` still decides where a user has set it.
+    """
+    chosen = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    precision = jax.lax.Precision.HIGHEST if chosen is None else None
+    return jnp.einsum(spec, *operands, optimize=optimize, precision=precision)
+
+
 def _split(row: Float[Array, "b dim"], offset: int, mul: int, degree: int, layout: str) -> Float[Array, "b mul m"]:
     """One irreps block of a row as [row, channel, component]."""
     flat = row[:, offset : offset + mul * (2 * degree + 1)]
@@ -142,7 +152,7 @@ def _add_path(
             if missing:
                 views.append((jnp.ones([muls[letter] for letter in missing], dtype), "".join(missing)))
             spec = ",".join([spec for _, spec in views] + ["ijk"]) + "->" + target
-            value = unfused(jnp.einsum(spec, *(v for v, _ in views), constant, optimize="optimal"))
+            value = unfused(_einsum(spec, *(v for v, _ in views), constant, optimize="optimal"))
             if out.slot == "w":
                 piece.add(offsets["w"] or 0, value.reshape(piece.rows, -1))
             elif out.slot == "y":
@@ -195,12 +205,12 @@ def _add_group(
 
     make = {
         "x": lambda n, _: _split(operands[n], first.in1_offset, first.mul1, first.l1, layout),
-        "m": lambda n, _: jnp.einsum("bj,jiK->biK", operands[n], constant),
+        "m": lambda n, _: _einsum("bj,jiK->biK", operands[n], constant),
         "w": weights,
         "z": lambda n, _: jnp.concatenate(
             [_split(operands[n], p.out_offset, p.mul1, p.l3, layout) for p in group], axis=2
         ),
-        "xm": lambda x, y: jnp.einsum("bui,biK->buK", once("x", x, None), once("m", y, None)),
+        "xm": lambda x, y: _einsum("bui,biK->buK", once("x", x, None), once("m", y, None)),
         "wz": lambda w, z: once("w", w, None)[:, :, path_of] * once("z", z, None),
     }
     for out, piece in zip(terms.outputs, pieces, strict=True):
@@ -211,12 +221,12 @@ def _add_group(
             for path, part in zip(group, jnp.split(total, np.cumsum(dims)[:-1], axis=2), strict=True):
                 piece.add(path.out_offset, _join(part, layout))
         elif out.slot == "x":
-            parts = [jnp.einsum("buK,biK->bui", once("wz", t.w, t.z), once("m", t.y, None)) for t in out.terms]
+            parts = [_einsum("buK,biK->bui", once("wz", t.w, t.z), once("m", t.y, None)) for t in out.terms]
             piece.add(first.in1_offset, _join(sum(parts[1:], parts[0]), layout))
         elif out.slot == "y":
             pairs = [(once("x", t.x, None), once("wz", t.w, t.z)) for t in out.terms]
-            total = sum(jnp.einsum("bui,buK->biK", x, wz) for x, wz in pairs)
-            piece.add_row(jnp.einsum("biK,jiK->bj", total, constant))
+            parts = [_einsum("bui,buK->biK", x, wz) for x, wz in pairs]
+            piece.add_row(_einsum("biK,jiK->bj", sum(parts[1:], parts[0]), constant))
         else:
             total = sum(once("xm", t.x, t.y) * once("z", t.z, None) for t in out.terms)
             for path, part in zip(group, jnp.split(total, np.cumsum(dims)[:-1], axis=2), strict=True):

@@ -120,6 +120,7 @@ def convolve(
     scale: float | Float[Array, ""] = 1.0,
     receivers_sorted: bool = False,
     edge_order: "EdgeOrder | None" = None,
+    check_sorted: bool = False,
     impl: Implementation = "auto",
 ) -> e3nn.IrrepsArray:
     r"""Messages of an equivariant layer, summed at the receivers, without a per-edge result in memory.
@@ -145,6 +146,7 @@ def convolve(
         scale: factor of the result, such as ``1 / sqrt(average number of neighbours)``.
         receivers_sorted: a promise that receivers do not decrease.
         edge_order: what `jaxcg.sort_edges` made of the same senders and receivers.
+        check_sorted: for debugging: raise if the promise or the order is wrong.
         impl: ``"auto"``, ``"cuda"`` or ``"xla"``.
 
     Returns:
@@ -163,7 +165,8 @@ def convolve(
     tp, x, y, weights = _message_operands(x, y, w, filter_ir_out)
     z = tp.convolve(
         x.array, y.array, weights, senders, receivers,
-        num_nodes=num_nodes, receivers_sorted=receivers_sorted, edge_order=edge_order, impl=impl,
+        num_nodes=num_nodes, receivers_sorted=receivers_sorted, edge_order=edge_order, check_sorted=check_sorted,
+        impl=impl,
     )  # fmt: skip
     if not (isinstance(scale, int | float) and scale == 1):
         z = z * jnp.asarray(scale, z.dtype)

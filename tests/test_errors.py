@@ -50,6 +50,10 @@ CONVOLVE: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "x-irreps-array": (
         {"x": e3nn.IrrepsArray("3x0e+2x1o", X)}, jaxcg.DtypeError, ["`x`", "IrrepsArray", ".array", "jaxcg.e3nn"],
     ),
+    "too-many-nodes": ({"num_nodes": 2**31}, jaxcg.GraphError, ["`num_nodes`", "at most 2147483647", "2147483648"]),
+    "list-of-edges-ordered": (
+        {"edge_order": jaxcg.EdgeOrder([5, 4])}, jaxcg.GraphError, ["`edge_order`", "6 integers", "[2]"],  # type: ignore
+    ),
     "lengths": ({"senders": INDEX[:5]}, jaxcg.GraphError, ["`senders`", "`receivers`", "5 senders", "6 receivers"]),
     "no-senders": ({"senders": None}, jaxcg.GraphError, ["`senders`", "integer array of shape [num_edges]", "None"]),
     "no-receivers": ({"receivers": None}, jaxcg.GraphError, ["`receivers`", "[num_edges]", "None"]),

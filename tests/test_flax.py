@@ -183,3 +183,17 @@ else:
     raise SystemExit("no error")
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_messages_that_the_filter_leaves_empty(kind: str) -> None:
+    x, y, radial = e3nn.ones("2x0e", (3,)), e3nn.ones("0e", (4,)), jnp.ones((4, 5))
+    index = jnp.arange(4) % 3
+    if kind == "linen":
+        module = jaxcg.flax.linen.Convolution(filter_ir_out="1o")
+        z = module.apply(module.init(jax.random.key(0), x, y, radial, index, index), x, y, radial, index, index)
+    else:
+        z = jaxcg.flax.nnx.Convolution("2x0e", "0e", 5, filter_ir_out="1o", rngs=nnx.Rngs(0))(
+            x, y, radial, index, index
+        )
+    assert z.shape == (3, 0)

@@ -317,3 +317,15 @@ def test_sort_edges() -> None:
     assert jaxcg.sort_edges(senders[:0], receivers[:0], 0).by_receiver.shape == (0,)
     # A pytree: it passes through jit and scan, and lives in a carry.
     assert jax.tree.structure(order) == jax.tree.structure(jaxcg.sort_edges(receivers, senders, 3))
+
+
+def test_the_check_of_sortedness_knows_unsigned_indices_and_broken_orders() -> None:
+    problem = Problem.random(SMALL)
+    unsigned = replace(problem, receivers=problem.receivers.astype("uint32"))
+    with pytest.raises(jaxcg.GraphError, match="ascending order"):
+        unsigned.convolve(*problem.operands, receivers_sorted=True, check_sorted=True)
+    count = len(problem.receivers)
+    for broken in (np.zeros(count, int), np.arange(count) + 1):
+        with pytest.raises(jaxcg.GraphError, match="each edge number once"):
+            order = jaxcg.EdgeOrder(jnp.asarray(broken))
+            problem.convolve(*problem.operands, edge_order=order, check_sorted=True)

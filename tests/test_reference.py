@@ -237,3 +237,16 @@ def test_memory_of_a_fully_connected_product_holds_no_outer_products() -> None:
     tp = jaxcg.TensorProduct.fully_connected("16x0e+16x1o", "0e+1o", "16x0e+16x1o")
     small, large = (temporaries(tp, "backward", edges, True) for edges in (40_000, 160_000))
     assert large - small < 0.05 * 120_000 * tp.irreps_out.dim * 4
+
+
+def test_float32_is_not_rounded_further_on_any_platform() -> None:
+    # On a GPU the default precision of a matrix product rounds float32 factors to 10 bits.
+    for tp in (jaxcg.TensorProduct.full("2x1o", "2x1o"), jaxcg.TensorProduct.channelwise("2x1o", "1o")):
+        shapes = [jnp.ones((3, dim), "float32") for dim in (tp.irreps_in1.dim, tp.irreps_in2.dim)]
+        w = jnp.ones((3, tp.weight_numel), "float32") if tp.weight_numel else None
+        text = jax.jit(lambda x, y: tp(x, y, w, impl="xla")).lower(*shapes).as_text()  # noqa: B023
+        products = [line for line in text.splitlines() if "dot_general" in line]
+        assert products and all("HIGHEST" in line for line in products)
+        with jax.default_matmul_precision("default"):
+            text = jax.jit(lambda x, y: tp(x, y, w, impl="xla")).lower(*shapes).as_text()  # noqa: B023
+        assert "HIGHEST" not in text

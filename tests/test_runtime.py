@@ -329,7 +329,7 @@ class TestAttributes:
             ({"image_sizes": [-1, 10]}, "must be positive"),
             ({"launches": []}, "at least one launch"),
             ({"launches": [1, 0, 1]}, "4 integers per launch"),
-            ({"launches": [128, 0, 10, 0] * 33}, "at most 32 launches"),
+            ({"launches": [128, 0, 10, 0] * 513}, "at most 512 launches"),
             ({"launches": [128, 0, 10, 0] * 2}, "names must hold one kernel per launch: expected 2, got 1"),
             ({"names": ""}, "expected 1, got 0"),
             ({"names": "f\ng"}, "expected 1, got 2"),

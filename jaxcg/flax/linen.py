@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import e3nn_jax as e3nn
 import flax.linen as nn
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxcg._problem import Implementation
@@ -48,6 +49,8 @@ class RadialNetwork(nn.Module):
     @nn.compact
     def __call__(self, radial: Float[Array, "... num_radial"]) -> Float[Array, "... features"]:
         """``[..., num_radial]`` -> ``[..., features]``."""
+        if self.features == 0:
+            return jnp.zeros((*radial.shape[:-1], 0), radial.dtype)
         widths = (*self.hidden, self.features)
         param_dtype = radial.dtype if self.param_dtype is None else self.param_dtype
         value = radial

@@ -58,7 +58,8 @@ class RadialNetwork(nnx.Module):
     ) -> None:
         self.activation = activation
         self.depth = len(hidden)
-        widths = (num_radial, *hidden, features)
+        self.features = features
+        widths = (num_radial, *hidden, features) if features else ()
         for number, (width_in, width_out) in enumerate(pairwise(widths)):
             layer = nnx.Linear(width_in, width_out, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
             # Attributes rather than a list: how nnx holds lists of modules differs between its releases.
@@ -66,6 +67,8 @@ class RadialNetwork(nnx.Module):
 
     def __call__(self, radial: Float[Array, "... num_radial"]) -> Float[Array, "... features"]:
         """``[..., num_radial]`` -> ``[..., features]``."""
+        if self.features == 0:
+            return jnp.zeros((*radial.shape[:-1], 0), radial.dtype)
         value = radial
         for number in range(self.depth + 1):
             value = getattr(self, f"layer_{number}")(value)

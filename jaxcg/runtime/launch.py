@@ -18,8 +18,9 @@ from jaxcg.codegen import KernelSource, generate
 from jaxcg.runtime import cache, ffi, nvrtc
 from jaxcg.schedule import DeviceLimits, choose
 
-# A block takes at least this many edges, or its start and the fix-up of its first receiver dominate.
-_EDGES_PER_BLOCK = 4
+# A block takes at least this many edges. Fewer, and its start and the fix-up of its first receiver dominate; and
+# scratch, a row of z for each block, would be larger than the weights of a small graph.
+_EDGES_PER_BLOCK = 16
 _MOST_ROWS = 2**31 - 1
 
 # Shared memory of a multiprocessor, and the most that one block may have, by architecture (CUDA programming guide,

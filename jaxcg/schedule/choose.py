@@ -127,22 +127,20 @@ def _split(
     def cost(start: int, end: int) -> RoleCost:
         return estimate(tuple(coupling.paths[p] for p in order[start:end]), factors, channels, itemsize)
 
-    @cache
-    def best(start: int) -> tuple[int, int, tuple[int, ...]]:
-        """(number of roles, most instructions of one, their ends) for the paths from `start` on."""
-        if start == count:
-            return 0, 0, ()
+    # For the paths from each place on, from the last backwards: number of roles, most instructions of one, their ends.
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {count: (0, 0, ())}
+    for start in range(count - 1, -1, -1):
         found: list[tuple[int, int, tuple[int, ...]]] = []
         for end in range(start + 1, count + 1):
             if end > start + 1 and cost(start, end).registers > budget:
                 break
-            roles, most, ends = best(end)
-            found.append((roles + 1, max(most, cost(start, end).instructions), (end, *ends)))
-        return min(found)
+            number, most, ends = best[end]
+            found.append((number + 1, max(most, cost(start, end).instructions), (end, *ends)))
+        best[start] = min(found)
 
     roles: list[Role] = []
     start = 0
-    for end in best(0)[2]:
+    for end in best[0][2]:
         chunks = -(-mul // (32 * channels))
         roles.append(Role(tuple(sorted(order[start:end])), channels, 0, chunks, cost(start, end)))
         start = end

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import jaxcg
+from jaxcg._coupling import couple
 from jaxcg.codegen import KernelSource
 from jaxcg.codegen.generate import prelude
 from jaxcg.codegen.ir import LANES, SCALAR, SIGNATURES, Block, Builder, Op, Program, Value
@@ -277,3 +278,10 @@ def test_golden_texts(name: str, request: pytest.FixtureRequest) -> None:
 
 def test_no_golden_text_is_left_over() -> None:
     assert {file.stem for file in GOLDEN.glob("*.cu")} == set(TEXTS)
+
+
+def test_an_x_block_of_very_many_paths_has_a_schedule() -> None:
+    coupling = couple(jaxcg.TensorProduct.channelwise("1x0e", "+".join(["1o"] * 700)))
+    schedule = choose(coupling, term_sets()["forward"], 4)
+    done = [p for launch in schedule.launches for role in launch.roles for p in role.paths]
+    assert sorted(done) == list(range(700))

@@ -166,3 +166,30 @@ def test_batches_of_graphs_are_one_call(kernels: None) -> None:
     for n in range(3):
         want = convolve(x[n], y[n], w[n], senders[n], receivers[n], impl="xla")
         np.testing.assert_allclose(got[n], want, rtol=1e-11, atol=1e-11 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("mode", ["uvu", "uvv"])
+def test_weights_of_paths_that_contribute_nothing_have_no_gradient(mode: str) -> None:
+    # Their columns of w belong to no path of the kernel, which must not leave them unwritten.
+    irreps = ("4x0e", "0e") if mode == "uvu" else ("0e", "4x0e")
+    paths = [(0, 0, 0, mode, True, 1.0), (0, 0, 1, mode, True, 0.0)]
+    tp = jaxcg.TensorProduct(*irreps, "4x0e+4x0e", paths)
+    x, y, w = jnp.ones((5, tp.irreps_in1.dim)), jnp.ones((5, tp.irreps_in2.dim)), jnp.ones((5, 8))
+    index = jnp.arange(5) % 3
+
+    def total(w: jax.Array) -> jax.Array:
+        rows = tp(x, y, w, impl="cuda").sum()
+        return rows if mode == "uvv" else rows + tp.convolve(x, y, w, index, index, num_nodes=3, impl="cuda").sum()
+
+    with emulator.emulated():
+        gradient = np.asarray(jax.jit(jax.grad(total))(w))
+    times = 1.0 if mode == "uvv" else 2.0
+    np.testing.assert_array_equal(gradient, [[times] * 4 + [0.0] * 4] * 5)
+
+
+def test_uvv_in_layout_ir_mul_with_an_empty_block() -> None:
+    tp = jaxcg.TensorProduct("0e", "2x0e+0x1o", "2x0e", [(0, 0, 0, "uvv", True)], layout="ir_mul")
+    x, y, w = jnp.full((3, 1), 2.0), jnp.arange(6.0).reshape(3, 2), jnp.full((3, 2), 3.0)
+    np.testing.assert_allclose(tp(x, y, w), 6.0 * y, rtol=1e-15)
+    with emulator.emulated():
+        np.testing.assert_allclose(jax.jit(lambda: tp(x, y, w, impl="cuda"))(), 6.0 * y, rtol=1e-15)
