@@ -19,6 +19,8 @@ from _model import Graph, energies_and_forces  # noqa: E402
 from _relax import Minimum, gfn2_energy  # noqa: E402
 from _training import Params, Task  # noqa: E402
 
+from tests.emulator import emulated  # noqa: E402
+
 SMALL = ["--channels", "3", "--layers", "2", "--max-degree", "1"]
 NUM_FRAMES = 2
 
@@ -175,3 +177,19 @@ def test_the_whole_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert line in printed
     for name in ("parity.png", "learning_curve.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_kernels_give_the_same_training_gradient(task: Task, params: Params, exact: Graph) -> None:
+    # What a GPU runs: forward, forces and the gradient of a loss of forces, each order through generated kernels.
+    def loss(params: Params) -> jax.Array:
+        energies, forces = energies_and_forces(task.model, params, exact, NUM_FRAMES)
+        return jnp.sum(energies**2) + jnp.sum(forces**2)
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(params)
+    with emulated():
+        lowered = jax.jit(jax.value_and_grad(loss)).lower(params)
+        assert lowered.as_text().count("@jaxcg_launch") >= 3
+        kernel_value, kernel_gradient = lowered.compile()(params)
+        np.testing.assert_allclose(kernel_value, value, rtol=1e-12)
+        for got, expected in zip(jax.tree.leaves(kernel_gradient), jax.tree.leaves(gradient), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12 * float(jnp.abs(expected).max()))
