@@ -31,7 +31,7 @@ struct Prepared {
 struct Program {
   std::string images;
   std::string names;
-  driver::Library library = nullptr;
+  driver::Library code = nullptr;
   std::vector<driver::Kernel> kernels;  // One per launch.
   std::vector<size_t> argument_bytes;   // Per kernel; 0 where the driver cannot tell.
   std::vector<Prepared> prepared;       // Few (launches x devices): searched in order. Guarded by Table::mutex.
@@ -77,18 +77,17 @@ ffi::Error NoDriver(const Call& call, const std::string& text) {
 
 // Empty if the image loads and holds every kernel of the program; otherwise why not.
 std::string LoadImage(const driver::Api& api, std::string_view image, Program& program) {
-  driver::Result result =
-      api.cuLibraryLoadData(&program.library, image.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
+  driver::Result result = api.cuLibraryLoadData(&program.code, image.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
   if (result != driver::kSuccess) return driver::Describe(api, "cuLibraryLoadData", result);
   program.kernels.clear();
   program.argument_bytes.clear();
   for (const std::string& name : SplitNames(program.names)) {
     driver::Kernel kernel = nullptr;
     // Loading is lazy: an image of another architecture may show only here.
-    result = api.cuLibraryGetKernel(&kernel, program.library, name.c_str());
+    result = api.cuLibraryGetKernel(&kernel, program.code, name.c_str());
     if (result != driver::kSuccess) {
       const std::string text = "kernel " + name + ": " + driver::Describe(api, "cuLibraryGetKernel", result);
-      api.cuLibraryUnload(program.library);
+      api.cuLibraryUnload(program.code);
       return text;
     }
     size_t offset = 0;
@@ -256,7 +255,7 @@ ffi::Error Instantiate(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary a
     return ffi::Error::Success();
   }
   // Another thread was faster; its copy stays.
-  api->cuLibraryUnload(program->library);
+  api->cuLibraryUnload(program->code);
   return same(*place->second) ? ffi::Error::Success() : clash();
 }
 
