@@ -197,3 +197,12 @@ def test_messages_that_the_filter_leaves_empty(kind: str) -> None:
             x, y, radial, index, index
         )
     assert z.shape == (3, 0)
+
+
+@pytest.mark.parametrize("hidden", [16, (16, 0), "16"])
+def test_widths_of_hidden_layers_are_checked(hidden: object) -> None:
+    x, y, radial, index = e3nn.ones("2x0e", (3,)), e3nn.ones("0e", (4,)), jnp.ones((4, 5)), jnp.arange(4) % 3
+    with pytest.raises(jaxcg.OptionError, match=r"`hidden`.*such as \(64,\), got"):
+        jaxcg.flax.linen.Convolution(hidden=hidden).init(jax.random.key(0), x, y, radial, index, index)
+    with pytest.raises(jaxcg.OptionError, match=r"`hidden`.*such as \(64,\), got"):
+        jaxcg.flax.nnx.Convolution("2x0e", "0e", 5, hidden=hidden, rngs=nnx.Rngs(0))

@@ -2,13 +2,23 @@
 
 from collections.abc import Callable
 from functools import lru_cache
+from numbers import Integral
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxcg._errors import OptionError
+
 Activation = Callable[[Array], Array]
+
+
+def as_widths(hidden: object) -> tuple[int, ...]:
+    """Widths of hidden layers, checked."""
+    if isinstance(hidden, tuple | list) and all(isinstance(width, Integral) and int(width) > 0 for width in hidden):
+        return tuple(int(width) for width in hidden)
+    raise OptionError.of("hidden", expected="a tuple of positive widths, such as (64,)", received=repr(hidden))
 
 
 @lru_cache(maxsize=64)

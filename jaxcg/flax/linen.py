@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from jaxcg._problem import Implementation
 from jaxcg.e3nn import Filter, Operand, convolve, message_irreps, weighted_tensor_product
 
-from ._common import Activation, normalised
+from ._common import Activation, as_widths, normalised
 
 if TYPE_CHECKING:
     from jaxcg._operations import EdgeOrder
@@ -167,7 +167,7 @@ def _weights(
 ) -> Float[Array, "... weight"]:
     irreps_x, irreps_y = e3nn.as_irreps_array(x).irreps, e3nn.as_irreps_array(y).irreps
     return RadialNetwork(
-        hidden=tuple(module.hidden),
+        hidden=as_widths(module.hidden),
         features=message_irreps(irreps_x, irreps_y, module.filter_ir_out).num_irreps,
         activation=module.activation,
         dtype=module.dtype,

@@ -22,7 +22,7 @@ from jaxcg._irreps import IrrepsLike, as_filter, as_irreps
 from jaxcg._problem import Implementation
 from jaxcg.e3nn import Filter, Operand, convolve, message_irreps, weighted_tensor_product
 
-from ._common import Activation, normalised
+from ._common import Activation, as_widths, normalised
 
 if TYPE_CHECKING:
     from jaxcg._operations import EdgeOrder
@@ -102,7 +102,7 @@ class _Weighted(nnx.Module):
         self.impl: Implementation = impl
         self.radial = RadialNetwork(
             num_radial,
-            tuple(hidden),
+            as_widths(hidden),
             self.irreps_out.num_irreps,
             activation=activation,
             dtype=dtype,
