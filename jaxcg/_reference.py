@@ -20,8 +20,8 @@ from jaxcg._coupling import Coupling, Path
 from jaxcg._jax_internals import unfused
 from jaxcg._terms import SLOTS, TermSet
 
-# Elements of the widest operand of a block: 16 MB in float32. Smaller blocks pay XLA's loop overhead
-# (about 10 us an iteration on a GPU), larger ones leave a CPU's last-level cache.
+# Elements of the widest operand of a block: 16 MB in float32. A compromise that was not tuned: smaller blocks pay XLA's
+# loop overhead more often, larger ones leave a CPU's last-level cache.
 BLOCK_ELEMENTS = 1 << 22
 
 # einsum letters of each mode, b = row: x[b,mul,i], y[b,mul,j], w[b,...], z[b,mul...,k].

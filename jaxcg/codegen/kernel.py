@@ -77,8 +77,8 @@ def render_kernel(
     return [*lines, *indent(dispatch), "}"]
 
 
-# Columns of a z row that one block of the fix-up takes: four a thread, so that its loads overlap. One block for a
-# whole row of mace-large took 35 us, most of it waiting for one load after another.
+# Columns of a z row that one block of the fix-up takes: four a thread, so that its loads overlap. With one block for a
+# whole row, the forward pass of mace-large (float32, dhfr) took 0.206 ms; in parts, and with barriers by role, 0.196.
 FIX_UP_COLUMNS = 1024
 
 

@@ -98,7 +98,7 @@ class Columns:
 
 
 def distinct_columns(path: Path) -> Columns:
-    """Find the columns of a path that differ up to sign (mace-large: 187 pairs (i, k), 147 columns)."""
+    """Find the columns of a path that differ up to sign (mace-large: 187 pairs (i, k), 132 columns)."""
     gathered: dict[tuple[int, int], list[tuple[int, float]]] = {}
     for i, j, k, value in path.entries:
         gathered.setdefault((i, k), []).append((j, value))

@@ -4,8 +4,10 @@ AddressSanitizer sees every access outside a buffer, ThreadSanitizer every pair 
 where the values come out right. Sizes are small; tails, cut and empty receivers and absent edges are all there.
 """
 
+import re
 from dataclasses import replace
 
+import jax
 import pytest
 
 from jaxcg.runtime import launch
@@ -37,3 +39,18 @@ def test_with_more_stages(sanitizer: Sanitizer) -> None:
     """The schedule for a device with more shared memory, in float64."""
     with emulator.emulated(emulator.sanitized_image(sanitizer), launch.limits_of(["sm_90"])):
         check(CASES["tails"], "double_backward", "float64", [("reverse", 3)])
+
+
+def test_a_dropped_barrier_is_found_as_a_race() -> None:
+    """The tests above can fail: without the barrier after M is made, the warps of a role race for it."""
+    build = emulator.sanitized_image("thread")
+    spoiled: list[int] = []
+
+    def without_barrier(text: str) -> bytes:
+        text, count = re.subn(r"role_barrier\(\d+, \d+\);  // M is complete", "// dropped", text)
+        spoiled.append(count)
+        return build(text)
+
+    with emulator.emulated(without_barrier), pytest.raises(jax.errors.JaxRuntimeError, match="data race"):
+        check(CASES["vector-access"], "forward", "float32", [("forward", 3)])
+    assert spoiled and all(spoiled)
