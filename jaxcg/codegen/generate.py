@@ -4,6 +4,7 @@ import hashlib
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Literal
 
 from jaxcg._coupling import Coupling
 from jaxcg._terms import TermSet
@@ -11,6 +12,8 @@ from jaxcg.codegen.kernel import fix_up_parts, render_fix_up, render_kernel
 from jaxcg.codegen.lower import LoweredRole, lower_role
 from jaxcg.codegen.problem import Problem
 from jaxcg.codegen.render import Number
+from jaxcg.codegen.role import TEAM_EDGES
+from jaxcg.codegen.sums import SUM_EDGES, render_share_sum
 from jaxcg.codegen.verify import verify
 from jaxcg.schedule import Schedule, plan_shared
 
@@ -23,16 +26,16 @@ class KernelLaunch:
         name: its symbol.
         threads: threads a block.
         shared_bytes: dynamic shared memory.
-        persistent: as many blocks as are resident at once, at most as many as there is scratch for; otherwise
-            `parts` blocks for each of those.
-        parts: see `persistent`.
+        grid: what its blocks are for. "resident": as many as the device holds at once, at most one for each team that
+            there can be. "teams": `size` blocks for each such team. "rows": one for each `size` rows.
+        size: see `grid`.
     """
 
     name: str
     threads: int
     shared_bytes: int
-    persistent: bool
-    parts: int = 1
+    grid: Literal["resident", "teams", "rows"]
+    size: int = 1
 
 
 @dataclass(frozen=True)
@@ -43,22 +46,35 @@ class KernelSource:
         text: CUDA C++.
         launches: its kernels, in order.
         zeroed: outputs that must be zero before the first launch.
-        scratch_rows: rows of dim_out elements in the first buffer after the outputs, for each block; 0 for none.
-        continued_size: int32 elements of the second buffer after the outputs, for each possible block
-            count; 0 for none.
+        scratch_rows: rows of dim_out elements in the first buffer after the outputs, for each team; 0 for none.
+        marks: int32 elements of the buffer after it; 0 for none.
+        shares: rows of dim_in2 elements in the last buffer, for each row of the call; 0 for none.
         max_blocks: most blocks of a launch that the text can work with.
+        max_teams: most teams.
     """
 
     text: str
     launches: tuple[KernelLaunch, ...]
     zeroed: tuple[int, ...]
     scratch_rows: int
-    continued_size: int
+    marks: int
+    shares: int
     max_blocks: int
+    max_teams: int
 
     @property
     def digest(self) -> str:
         return hashlib.sha256(self.text.encode()).hexdigest()
+
+    def teams(self, rows: int) -> int:
+        """Most teams of a call of this many rows."""
+        return max(1, min(self.max_teams, rows // TEAM_EDGES))
+
+    def grid(self, launch: KernelLaunch, rows: int) -> int:
+        """Most blocks of a launch of a call of this many rows."""
+        if launch.grid == "rows":
+            return -(-rows // launch.size)
+        return launch.size * self.teams(rows) if launch.grid == "teams" else min(self.max_blocks, self.teams(rows))
 
 
 @cache
@@ -82,13 +98,15 @@ def generate(
 
     Returns:
         The text. Its kernels take one argument by value: pointers to indices, operands, outputs and scratch, then
-        the sizes (edges, x rows, z rows, blocks that scratch has rows for).
+        the sizes (edges, x rows, z rows, teams that scratch has rows for).
     """
-    problem = Problem(coupling, terms, indexed, ordered, Number(itemsize))
-    buffers = problem.num_indices + len(terms.operands) + len(terms.outputs) + (2 if problem.has_scratch else 0)
+    shares = sum(role.chunks for launch in schedule.launches for role in launch.roles)
+    problem = Problem(coupling, terms, indexed, ordered, Number(itemsize), shares)
+    buffers = problem.num_indices + len(terms.operands) + len(terms.outputs) + problem.num_extras
     body: list[str] = []
     launches: list[KernelLaunch] = []
     columns: list[list[tuple[int, int]]] = []
+    held: list[tuple[int, ...]] = []
     for number, launch in enumerate(schedule.launches):
         roles: list[LoweredRole] = []
         for role in launch.roles:
@@ -98,12 +116,17 @@ def generate(
         name = f"jaxcg_{number}"
         body += [*render_kernel(problem, schedule, number, tuple(roles), name), ""]
         shared = plan_shared(coupling, terms, launch).total * itemsize
-        launches.append(KernelLaunch(name, 32 * launch.warps, shared, persistent=True))
-        columns.append(_columns(roles, coupling.layout))
+        launches.append(KernelLaunch(name, 32 * launch.warps, shared, "resident"))
+        columns += [_columns(lowered, coupling.layout) for lowered in roles]
+        held += [lowered.y_components for lowered in roles for _ in range(lowered.role.chunks)]
     if problem.has_scratch:
-        name = f"jaxcg_{len(schedule.launches)}_fix_up"
-        body += render_fix_up(problem, schedule, columns, name)
-        launches.append(KernelLaunch(name, 256, 0, persistent=False, parts=fix_up_parts(coupling.dim_out)))
+        name = f"jaxcg_{len(launches)}_fix_up"
+        body += [*render_fix_up(problem, schedule, columns, name), ""]
+        launches.append(KernelLaunch(name, 256, 0, "teams", fix_up_parts(coupling.dim_out)))
+    if problem.has_shares:
+        name = f"jaxcg_{len(launches)}_sum_y"
+        body += render_share_sum(problem, held, name)
+        launches.append(KernelLaunch(name, 256, 0, "rows", SUM_EDGES))
     # Weights of paths that contribute nothing (path weight 0) belong to no path of the coupling: nobody writes them.
     uncovered = sum(path.mul1 for path in coupling.paths) < coupling.weight_numel
     head = [
@@ -114,7 +137,8 @@ def generate(
         *(
             f"// launch {n}: "
             + "; ".join(
-                f"paths {role.paths} x {role.chunks} warps of {32 * role.channels} channels" for role in launch.roles
+                f"paths {role.paths} x {role.streams} teams of {role.chunks} warps of {32 * role.channels} channels"
+                for role in launch.roles
             )
             for n, launch in enumerate(schedule.launches)
         ),
@@ -129,24 +153,25 @@ def generate(
         launches=tuple(launches),
         zeroed=tuple(n for n, out in enumerate(terms.outputs) if out.slot == "x" or (out.slot == "w" and uncovered)),
         scratch_rows=len(problem.outputs("z")) if problem.has_scratch else 0,
-        continued_size=len(schedule.launches) if problem.has_scratch else 0,
+        marks=len(columns) * (schedule.max_teams + 1) if problem.has_scratch else 0,
+        shares=len(problem.outputs("y")) * shares if problem.has_shares else 0,
         max_blocks=schedule.max_blocks,
+        max_teams=schedule.max_teams,
     )
 
 
-def _columns(roles: list[LoweredRole], layout: str) -> list[tuple[int, int]]:
-    """Merged (start, length) ranges of a z row that the roles of one launch write."""
+def _columns(lowered: LoweredRole, layout: str) -> list[tuple[int, int]]:
+    """Merged (start, length) ranges of a z row that a role writes."""
     ranges: set[tuple[int, int]] = set()
-    for lowered in roles:
-        role = lowered.role
-        for path in lowered.paths:
-            components = 2 * path.l3 + 1
-            start = 32 * role.channels * role.chunk_start
-            count = min(32 * role.channels * (role.chunk_start + role.chunks), path.mul1) - start
-            if layout == "ir_mul":
-                ranges |= {(path.out_offset + k * path.mul1 + start, count) for k in range(components)}
-            else:
-                ranges.add((path.out_offset + start * components, count * components))
+    role = lowered.role
+    for path in lowered.paths:
+        components = 2 * path.l3 + 1
+        start = 32 * role.channels * role.chunk_start
+        count = min(32 * role.channels * (role.chunk_start + role.chunks), path.mul1) - start
+        if layout == "ir_mul":
+            ranges |= {(path.out_offset + k * path.mul1 + start, count) for k in range(components)}
+        else:
+            ranges.add((path.out_offset + start * components, count * components))
     merged: list[tuple[int, int]] = []
     for start, length in sorted(ranges):
         if merged and sum(merged[-1]) == start:

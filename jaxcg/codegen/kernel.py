@@ -1,17 +1,16 @@
 """The kernels of a call.
 
-One block owns a contiguous range of edges, sorted by receiver, and all its warps walk it together: a role a warp. In
-batches of up to 32 edges, lane b holds the indices of edge b and makes its row of M in shared memory. Accumulators of
-the current receiver stay in registers; each receiver is written once, without atomics. A receiver that a range
-boundary cuts is written by the block in which it starts; the parts of later blocks go to scratch rows, and a last
-launch adds them in order, so z does not depend on timing. (Sorted receivers and a fix-up of cut rows: Bharadwaj et al.,
-arXiv:2501.13986, on fused graph convolution.)
+A block holds teams of warps. A team does one role on a contiguous range of edges, sorted by receiver, and waits for no
+other team. In batches of up to 32 edges, lane b holds the indices of edge b and makes its row of M in shared memory.
+Accumulators of the current receiver stay in registers; each receiver is written once, without atomics. A receiver that
+a boundary between ranges cuts is written by the team in which it starts; the parts of later teams go to scratch rows,
+and a last launch adds them in order, so z does not depend on timing. (Sorted receivers and a fix-up of cut rows:
+Bharadwaj et al., arXiv:2501.13986, on fused graph convolution.)
 """
 
 from jaxcg.codegen.lower import LoweredRole
 from jaxcg.codegen.problem import Problem, indent
 from jaxcg.codegen.role import RoleContext, render_role
-from jaxcg.codegen.sums import render_block_sum
 from jaxcg.schedule import Schedule, plan_shared
 
 
@@ -22,59 +21,52 @@ def render_kernel(
     launch = schedule.launches[number]
     plan = plan_shared(problem.coupling, problem.terms, launch)
     lines: list[str] = []
-    sum_name = None
-    if problem.outputs("y"):
-        sum_name = f"{name}_sum_y"
-        lines += render_block_sum(problem, launch, roles, sum_name, plan.sums, number == 0)
     writers: dict[int, int] = {}
     for other in schedule.launches:
         for role in other.roles:
             block = problem.coupling.paths[role.paths[0]].in1_block
             writers[block] = writers.get(block, 0) + (role.chunk_start == 0)
-    warp = 0
+    before = [role for other in schedule.launches[:number] for role in other.roles]
+    warp, barrier = 0, 0
+    region, share = len(before), sum(role.chunks for role in before)
     dispatch: list[str] = []
-    for n, role in enumerate(roles):
+    for n, lowered in enumerate(roles):
+        role = lowered.role
         context = RoleContext(
             problem=problem,
             launch=launch,
-            lowered=role,
-            number=n,
+            lowered=lowered,
             name=f"{name}_role_{n}",
             table=plan.tables[n],
-            sums=plan.sums,
+            table_size=plan.table_sizes[n],
+            sums=plan.sums[n],
+            sum_size=plan.sum_sizes[n],
             ring=plan.rings[n],
-            stage_size=plan.stages[n],
-            first_warp=warp,
-            sum_name=sum_name,
-            exclusive=not problem.indexed and writers[role.paths[0].in1_block] == 1,
+            stage_size=plan.stage_sizes[n],
+            first_barrier=barrier,
+            first_share=share,
+            region=region + n,
+            max_teams=schedule.max_teams,
+            exclusive=not problem.indexed and writers[lowered.paths[0].in1_block] == 1,
         )
         lines += render_role(context)
-        shift = role.role.chunk_start - warp
-        warp += role.role.chunks
-        chunk = "warp" if shift == 0 else f"warp {'+' if shift > 0 else '-'} {abs(shift)}"
+        own = "warp" if warp == 0 else f"(warp - {warp})"
+        chunk = str(role.chunk_start) if role.chunks == 1 else f"{role.chunk_start} + {own} % {role.chunks}"
+        stream = own if role.chunks == 1 else f"{own} / {role.chunks}"
+        warp += role.warps
+        barrier += role.streams if role.chunks > 1 else 0
+        share += role.chunks
         test = f"if (warp < {warp}) " if n + 1 < len(roles) else ""
-        dispatch.append(f"{'else ' if n else ''}{test}{context.name}(args, shared_memory, lane, {chunk}, first, last);")
-    bounds = f"__launch_bounds__({32 * launch.warps}, {launch.blocks_per_multiprocessor})"
-    lines += [
-        f'extern "C" __global__ void {bounds} {name}(const Args args) {{',
+        dispatch.append(f"{'else ' if n else ''}{test}{context.name}(args, shared_memory, lane, {chunk}, {stream});")
+    return [
+        *lines,
+        f'extern "C" __global__ void __launch_bounds__({32 * launch.warps}, 1) {name}(const Args args) {{',
         "  extern __shared__ __align__(16) unsigned char shared_memory[];",
         "  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;",
-        "  const long long edges = args.sizes[0];",
-        "  const long long first = edges * blockIdx.x / gridDim.x, last = edges * (blockIdx.x + 1ll) / gridDim.x;",
         "  (void)warp;",
+        *indent(dispatch),
+        "}",
     ]
-    if problem.has_scratch:
-        receivers, stride = problem.index("receivers"), schedule.max_blocks + 1
-        lines += [
-            "  if (threadIdx.x == 0) {",
-            f"    int* const continued = static_cast<int*>({problem.extra(1)}) + {number * stride};",
-            f"    const int row = {receivers}[{problem.edge_at('first')}];",
-            f"    const bool cut = first > 0 && {receivers}[{problem.edge_at('first - 1')}] == row;",
-            "    continued[1 + blockIdx.x] = cut ? row : -1;",
-            "    if (blockIdx.x == 0) continued[0] = gridDim.x;",
-            "  }",
-        ]
-    return [*lines, *indent(dispatch), "}"]
 
 
 # Columns of a z row that one block of the fix-up takes: four a thread, so that its loads overlap. With one block for a
@@ -83,25 +75,25 @@ FIX_UP_COLUMNS = 1024
 
 
 def fix_up_parts(width: int) -> int:
-    """Blocks of the fix-up for each block of the main launches."""
+    """Blocks of the fix-up for each team."""
     return -(-width // FIX_UP_COLUMNS)
 
 
 def render_fix_up(problem: Problem, schedule: Schedule, columns: list[list[tuple[int, int]]], name: str) -> list[str]:
-    """The kernel that adds the scratch rows of receivers cut by block boundaries, in order of edges.
+    """The kernel that adds the scratch rows of receivers cut by boundaries between teams, in order of edges.
 
     Args:
         problem: what is computed.
         schedule: its launches.
-        columns: for each launch, (start, length) ranges of the z row that it writes.
+        columns: for each role, (start, length) ranges of the z row that it writes.
         name: of the kernel.
 
     Returns:
-        The text. The buffer of marks holds, for each launch, its number of blocks, then for each block the receiver
-        that it continues, or -1. Thread t of part p of block b adds to columns 1024 p + 256 i + t, i < 4, of the
-        receiver that block b continues, if no block before it continues the same one.
+        The text. The buffer of marks holds, for each role, its number of teams, then for each team the receiver that
+        it continues, or -1. Thread t of part p of team h adds to columns 1024 p + 256 i + t, i < 4, of the receiver
+        that team h continues, if no team before it continues the same one.
     """
-    width, stride = problem.coupling.dim_out, schedule.max_blocks + 1
+    width, stride = problem.coupling.dim_out, schedule.max_teams + 1
     parts = fix_up_parts(width)
     owner = " ".join(
         f"c < {start + length} ? {number} :"
@@ -111,25 +103,25 @@ def render_fix_up(problem: Problem, schedule: Schedule, columns: list[list[tuple
     )
     lines = [
         f'extern "C" __global__ void __launch_bounds__(256) {name}(const Args args) {{',
-        f"  const int block = blockIdx.x / {parts}, part = blockIdx.x % {parts};",
+        f"  const int team = blockIdx.x / {parts}, part = blockIdx.x % {parts};",
         "#pragma unroll",
         f"  for (int i = 0; i < {FIX_UP_COLUMNS // 256}; ++i) {{",
         f"    const int c = {FIX_UP_COLUMNS} * part + 256 * i + threadIdx.x;",
-        f"    const int launch = {owner} -1;",
-        "    if (launch < 0) continue;",
-        f"    const int* const continued = static_cast<const int*>({problem.extra(1)}) + launch * {stride};",
-        "    const int blocks = continued[0];",
-        "    const int row = block < blocks ? continued[1 + block] : -1;",
-        "    if (row < 0 || (block > 0 && continued[block] == row)) continue;",
+        f"    const int role = {owner} -1;",
+        "    if (role < 0) continue;",
+        f"    const int* const continued = static_cast<const int*>({problem.extra(1)}) + role * {stride};",
+        "    const int teams = continued[0];",
+        "    const int row = team < teams ? continued[1 + team] : -1;",
+        "    if (row < 0 || (team > 0 && continued[team] == row)) continue;",
     ]
     for order, output in enumerate(problem.outputs("z")):
-        scratch = f"static_cast<const T*>({problem.extra(0)}) + ({order} * args.sizes[3] + block) * {width}ll + c"
+        scratch = f"static_cast<const T*>({problem.extra(0)}) + ({order} * args.sizes[3] + team) * {width}ll + c"
         lines += [
             "    {",
             f"      T* const z = {problem.output(output)} + row * {width}ll + c;",
             f"      const T* part_of_z = {scratch};",
             "      T sum = *z;",
-            f"      for (int h = block; h < blocks && continued[1 + h] == row; ++h, part_of_z += {width})",
+            f"      for (int h = team; h < teams && continued[1 + h] == row; ++h, part_of_z += {width})",
             "        sum += *part_of_z;",
             "      *z = sum;",
             "    }",

@@ -19,6 +19,7 @@ class Problem:
         indexed: whether x and z rows go through senders and receivers.
         ordered: whether edges are read through an order.
         number: the dtype.
+        shares: how many warps write a share of each y gradient.
     """
 
     coupling: Coupling
@@ -26,6 +27,7 @@ class Problem:
     indexed: bool
     ordered: bool
     number: Number
+    shares: int
 
     @property
     def num_indices(self) -> int:
@@ -52,8 +54,24 @@ class Problem:
         return f"static_cast<T*>(args.buffers[{self.num_indices + len(self.terms.operands) + n}])"
 
     def extra(self, n: int) -> str:
-        """Pointer to the n-th buffer after the outputs: scratch rows, then marks of continued receivers."""
+        """Pointer to the n-th buffer after the outputs: scratch rows, marks of continued receivers, shares."""
         return f"args.buffers[{self.num_indices + len(self.terms.operands) + len(self.terms.outputs) + n}]"
+
+    @property
+    def num_extras(self) -> int:
+        """Buffers after the outputs."""
+        return 2 * self.has_scratch + self.has_shares
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether y gradients are added up from shares."""
+        return bool(self.outputs("y")) and self.shares > 1
+
+    def share(self, number: str, edge: str) -> str:
+        """Pointer to the row of an edge in a share of a y gradient."""
+        width = self.coupling.dim_in2
+        base = f"static_cast<T*>({self.extra(2 * self.has_scratch)})"
+        return f"{base} + ({number} * args.sizes[0] + {edge}) * {width}ll"
 
     def index(self, name: str) -> str:
         """Pointer to an index buffer."""

@@ -1,4 +1,4 @@
-"""The function of a role: everything that one of its warps does with the edges of its block."""
+"""The function of a role: everything that one of its warps does with the edges of its team."""
 
 from dataclasses import dataclass
 
@@ -6,10 +6,14 @@ from jaxcg.codegen.ir import Value
 from jaxcg.codegen.lower import LoweredRole
 from jaxcg.codegen.problem import Problem, RoleLayout, indent
 from jaxcg.codegen.render import Addresses, declare, render_combination, render_program
-from jaxcg.codegen.stages import Stage, lay_out, render_fetch
+from jaxcg.codegen.stages import Fetch, Stage, lay_out, plan_fetch
 from jaxcg.codegen.sums import render_lane_sums, render_places
 from jaxcg.schedule import Launch
 from jaxcg.schedule.shared import table_stride
+
+# A team takes at least this many edges. Fewer, and its start and the fix-up of its first receiver dominate; and
+# scratch, a row of z for each team, would be larger than the weights of a small graph.
+TEAM_EDGES = 16
 
 _ZTable = tuple[tuple[int, int, Value], ...]
 
@@ -22,28 +26,34 @@ class RoleContext:
         problem: what is computed.
         launch: the kernel.
         lowered: the role.
-        number: of the role in the block.
         name: of its function.
-        table: place of M in shared memory.
-        sums: place of the y partial sums.
+        table: place of the first team's M in shared memory.
+        table_size: elements of the M of a team.
+        sums: place where the first warp sums over its lanes.
+        sum_size: elements of such a place.
         ring: place of the first warp's stages.
         stage_size: elements of a stage.
-        first_warp: number of its first warp in the block.
-        sum_name: function that sums y gradients over the block; None if there are none.
+        first_barrier: number of the first team's barrier.
+        first_share: number of the first chunk's share of y gradients.
+        region: number of its marks of continued receivers.
+        max_teams: most teams of a role.
         exclusive: whether nobody else writes its rows of x gradients, so that plain stores do.
     """
 
     problem: Problem
     launch: Launch
     lowered: LoweredRole
-    number: int
     name: str
     table: int
+    table_size: int
     sums: int
+    sum_size: int
     ring: int
     stage_size: int
-    first_warp: int
-    sum_name: str | None
+    first_barrier: int
+    first_share: int
+    region: int
+    max_teams: int
     exclusive: bool
 
     @property
@@ -52,14 +62,20 @@ class RoleContext:
 
     @property
     def barrier(self) -> str:
-        """Where the warps of the role meet."""
-        return f"role_barrier({self.number}, {32 * self.lowered.role.chunks});"
+        """Where the warps of a team meet."""
+        chunks = self.lowered.role.chunks
+        if chunks == 1:
+            return "__syncwarp();"
+        return f"team_barrier({self.first_barrier} + stream, {32 * chunks});"
 
-    @property
-    def own_warp(self) -> str:
-        """Number of this warp in the block."""
-        shift = self.first_warp - self.lowered.role.chunk_start
-        return f"(chunk + {shift})" if shift >= 0 else f"(chunk - {-shift})"
+    def shared(self, place: int, size: int, of_warp: bool) -> str:
+        """Pointer to this team's or this warp's place in shared memory."""
+        role = self.lowered.role
+        number = "stream"
+        if of_warp and role.chunks > 1:
+            chunk = "chunk" if role.chunk_start == 0 else f"(chunk - {role.chunk_start})"
+            number = f"(stream * {role.chunks} + {chunk})"
+        return f"reinterpret_cast<T*>(shared_memory) + {place} + {number} * {size}"
 
 
 def _z_moves(layout: RoleLayout, table: _ZTable) -> list[tuple[str, int, str]]:
@@ -88,10 +104,10 @@ def _make_table(context: RoleContext) -> list[str]:
     quads = [entries[at : at + 4] for at in range(0, len(entries), 4)]
     lines: list[str] = []
     for order, operand in enumerate(problem.operands("y")):
-        place = context.table + order * context.launch.batch * stride
+        place = order * context.launch.batch * stride
         lines += [
-            f"const T* const y{operand} = {problem.operand(operand)} + my_edge * {problem.coupling.dim_in2};",
-            f"T* const row{operand} = reinterpret_cast<T*>(shared_memory) + {place} + lane * {stride};",
+            f"const T* const y{operand} = {problem.operand(operand)} + my_edge * {problem.coupling.dim_in2}ll;",
+            f"T* const row{operand} = table + {place} + lane * {stride};",
         ]
         for share in range(min(role.chunks, len(quads))):
             if role.chunks > 1:
@@ -114,7 +130,7 @@ def _receivers(context: RoleContext) -> tuple[list[str], list[str], list[str]]:
     problem, layout, dim = context.problem, context.layout, context.problem.coupling.dim_out
     flush: list[str] = []
     for order, (output, table) in enumerate(context.lowered.z_outputs):
-        scratch = f"static_cast<T*>({problem.extra(0)}) + ({order} * args.sizes[3] + blockIdx.x) * {dim}ll"
+        scratch = f"static_cast<T*>({problem.extra(0)}) + ({order} * args.sizes[3] + team) * {dim}ll"
         flush.append(f"T* const to{output} = continued ? {scratch} : {problem.output(output)} + row * {dim}ll;")
         flush += _write_z(layout, f"to{output}", table)
     load: list[str] = []
@@ -125,25 +141,41 @@ def _receivers(context: RoleContext) -> tuple[list[str], list[str], list[str]]:
             for offset, step, name in _z_moves(layout, table)
         ]
 
-    def zero_rows(start: str, end: str) -> list[str]:
-        lines = [f"for (long long empty = {start}; empty < {end}; ++empty) {{"]
+    def receivers(place: str) -> str:
+        return f"{problem.index('receivers')}[{problem.edge_at(place)}]"
+
+    def zero_rows(start: str, end: str, row: str = "n") -> list[str]:
+        lines = [f"for (int n = {start}; n < {end}; ++n) {{"]
         for output, table in context.lowered.z_outputs:
-            lines.append(f"  T* const to{output} = {problem.output(output)} + empty * {dim}ll;")
+            lines.append(f"  T* const to{output} = {problem.output(output)} + ({row}) * {dim}ll;")
             lines += indent(_write_z(layout, f"to{output}", table, zero=True))
         return [*lines, "}"]
 
     change = ["if (receiver != row) {"]
     last: list[str] = []
     if flush:
-        change += ["  if (row >= 0) {", *indent(flush, 2), "  }"]
-        change += indent(zero_rows("(row >= 0 ? row : before) + 1", "receiver"))
-        change.append("  continued = row < 0 && before == receiver;")
+        change += ["  if (row >= 0) {", *indent(flush, 2), "    continued = false;", "  }"]
+        change += indent(zero_rows("written + 1", "receiver"))
+        change += ["  written = receiver;"]
         change += [
             f"  {value.name} = zeros<T, {layout.channels}>();"
             for _, table in context.lowered.z_outputs
             for _, _, value in table
         ]
-        last = [*flush, "if (last == args.sizes[0]) {", *indent(zero_rows("row + 1", "args.sizes[2]")), "}"]
+        # Rows before the first receiver and after the last are shared out, for they may be many: padding.
+        last = [
+            "if (row >= 0) {",
+            *indent(flush),
+            "}",
+            "const int rows = static_cast<int>(args.sizes[2]);",
+            # Without edges all rows lie outside.
+            f"const int before = edges > 0 ? {receivers('0')} : rows;",
+            f"const int beyond = edges > 0 ? {receivers('edges - 1')} + 1 : rows;",
+            "const long long outside = before + rows - beyond;",
+            "const int from = static_cast<int>(outside * team / teams);",
+            "const int to = static_cast<int>(outside * (team + 1) / teams);",
+            *zero_rows("from", "to", "n < before ? n : n - before + beyond"),
+        ]
     return [*change, "  row = receiver;", *indent(load), "}"], last, load
 
 
@@ -187,102 +219,172 @@ def _write_x_gradients(context: RoleContext, stage: Stage) -> list[str]:
     return lines
 
 
+def _render_range(context: RoleContext) -> list[str]:
+    """Text that finds the team's edges, and marks the receiver that a boundary cuts."""
+    problem, role = context.problem, context.lowered.role
+    blocks = "static_cast<int>(gridDim.x)"
+    streams = blocks if role.streams == 1 else f"{blocks} * {role.streams}"
+    number = "static_cast<int>(blockIdx.x)" if role.streams == 1 else f"static_cast<int>(blockIdx.x) + {blocks} * stream"
+    lines = [
+        # 32 bits, where a number of rows fits, are half the registers.
+        "const int edges = static_cast<int>(args.sizes[0]);",
+        f"const int most = edges < {TEAM_EDGES} ? 1 : edges / {TEAM_EDGES};",
+        f"const int teams = {streams} < most ? {streams} : most, team = {number};",
+        "if (team >= teams) return;",
+        "const int first = static_cast<int>(args.sizes[0] * team / teams);",
+        "const int last = static_cast<int>(args.sizes[0] * (team + 1) / teams);",
+    ]
+    if not problem.has_scratch:
+        return lines
+    receivers = problem.index("receivers")
+    receiver = lambda place: f"{receivers}[{problem.edge_at(place)}]"  # noqa: E731
+    lines += [
+        f"int written = first > 0 ? {receiver('first - 1')} : edges > 0 ? {receiver('0')} - 1 : -1;",
+        f"bool continued = first > 0 && written == {receiver('first')};",
+    ]
+    start = "" if role.chunks == 1 else f" && chunk == {role.chunk_start}"
+    lines += [
+        f"if (lane == 0{start}) {{",
+        f"  int* const marks = static_cast<int*>({problem.extra(1)}) + {context.region * (context.max_teams + 1)};",
+        "  marks[1 + team] = continued ? written : -1;",
+        "  if (team == 0) marks[0] = teams;",
+        "}",
+    ]
+    return lines
+
+
+def _fetch_ahead(context: RoleContext, fetch: Fetch, position: str, place: str, to: str, batch: int) -> list[str]:
+    """Start the copies of the edge at a position, if it is in the team's range.
+
+    Its indices are at `place` of this batch, or beyond it in the next; `batch` 0: always in the next.
+    """
+    problem = context.problem
+    from_lane = f"({place}) % {batch}" if batch else place
+
+    def held(name: str) -> str:
+        return f"{place} < {batch} ? my_{name} : next_{name}" if batch else f"next_{name}"
+
+    lines = [f"if ({position} < last) {{"]
+    if problem.ordered:
+        lines.append(
+            f"  const int edge = __shfl_sync(0xffffffffu, {held('edge')}, {from_lane});"
+        )
+    else:
+        lines.append(f"  const int edge = {position};")
+    sender = "edge"
+    if problem.indexed:
+        sender = "sender"
+        lines.append(f"  int sender = __shfl_sync(0xffffffffu, {held('sender')}, {from_lane});")
+        lines.append("  sender = sender < 0 ? 0 : sender;")
+    return [*lines, f"  (void)edge, (void){sender};", f"  {fetch.call(to, 'edge', sender)}", "}"]
+
+
 def render_role(context: RoleContext) -> list[str]:
-    """The functions of a role: the copies of an edge, and the walk over the block's edges."""
+    """The functions of a role: the copies of an edge, and the walk over the team's edges."""
     problem, layout, lowered, launch = context.problem, context.layout, context.lowered, context.launch
-    coupling, indexed = problem.coupling, problem.indexed
+    indexed, channels, batch = problem.indexed, layout.channels, launch.batch
     stage = lay_out(layout, context.stage_size)
-    ahead = launch.stages - 1
-    batch, channels = launch.batch, layout.channels
-    fetch_name = f"{context.name}_fetch"
-    has_shared = bool(problem.operands("y") or problem.outputs("y"))
+    fetch = plan_fetch(layout, stage, f"{context.name}_fetch")
     change, last, load_row = _receivers(context)
     accumulators = [value for _, table in lowered.z_outputs for _, _, value in table]
     held = [value for _, table in lowered.z_operands for _, _, value in table]
-
-    text = render_fetch(layout, stage, fetch_name) if stage.size else []
     body = [
+        *_render_range(context),
         f"const int u = {layout.first_channel()};",
         f"const int left = {layout.mul} - u;",
         "(void)left;",
     ]
+    if problem.operands("y"):
+        body.append(f"T* const table = {context.shared(context.table, context.table_size, of_warp=False)};")
+    if context.sum_size:
+        body.append(f"T* const lane_sums = {context.shared(context.sums, context.sum_size, of_warp=True)};")
     if indexed:
-        before = f"{problem.index('receivers')}[{problem.edge_at('first - 1')}]"
         body += declare(accumulators + held, channels, zero=True)
-        body += [
-            f"const long long before = first > 0 ? {before} : -1;",
-            "long long row = -1;",
-            "bool continued = false;",
-            "(void)before, (void)continued;",
-        ]
+        body.append("int row = -1;")
     body += render_places(lowered) if problem.outputs("y") else []
     # Lane t holds the indices of the t-th edge of the batch, and those of the batch after it for the copies ahead.
-    body += [
-        "long long position = first + lane < last ? first + lane : last - 1;",
-        f"long long next_edge = {problem.edge_at('position')};",
-        "long long my_edge;",
+    indices = [
+        f"next_sender = {problem.index('senders')}[next_edge];",
+        f"next_receiver = {problem.index('receivers')}[next_edge];",
     ]
-    if indexed:
-        body += [
-            f"int next_sender = {problem.index('senders')}[next_edge];",
-            f"int next_receiver = {problem.index('receivers')}[next_edge];",
-            "int my_sender, my_receiver;",
-        ]
+    body += [
+        *(["if (first < last) {"] if indexed else []),
+        "int position = first + lane < last ? first + lane : last - 1;",
+        f"int next_edge = {problem.edge_at('position')};",
+        "int my_edge;",
+        *(["int next_sender, next_receiver, my_sender, my_receiver;", *indices] if indexed else []),
+    ]
+    ahead = launch.stages - 1
     if stage.size:
-        place = f"{context.ring} + (chunk - {lowered.role.chunk_start}) * {launch.stages * stage.size}"
+        bytes_of_stage = stage.size * problem.number.itemsize
         body += [
             "CopyQueue queue;",
-            f"T* const ring = reinterpret_cast<T*>(shared_memory) + {place};",
+            *fetch.declarations,
+            f"T* const ring = {context.shared(context.ring, launch.stages * stage.size, of_warp=True)};",
+            "const SharedAddress ring_address = shared_address(ring);",
             "int slot = 0;",
             "#pragma unroll 1",
             f"for (int t = 0; t < {ahead}; ++t) {{",
-            *indent(_fetch_ahead(problem, fetch_name, "first + t", "t", f"ring + t * {stage.size}", 0)),
+            *indent(_fetch_ahead(context, fetch, "first + t", "t", f"ring_address + t * {bytes_of_stage}", 0)),
             "  queue.commit();",
             "}",
         ]
     body += [
-        f"for (long long base = first; base < last; base += {batch}) {{",
-        f"  const int count = last - base < {batch} ? static_cast<int>(last - base) : {batch};",
+        f"for (int base = first; base < last; base += {batch}) {{",
+        f"  const int count = last - base < {batch} ? last - base : {batch};",
         "  my_edge = next_edge;",
         *(["  my_sender = next_sender, my_receiver = next_receiver;"] if indexed else []),
         f"  position = base + {batch} + lane < last ? base + {batch} + lane : last - 1;",
         f"  next_edge = {problem.edge_at('position')};",
+        *(indent(indices) if indexed else []),
     ]
-    if indexed:
-        body += [
-            f"  next_sender = {problem.index('senders')}[next_edge];",
-            f"  next_receiver = {problem.index('receivers')}[next_edge];",
-        ]
-    if context.sum_name is not None:
-        body.append("  block_barrier();  // the block is done with the sums of the last batch")
-    elif has_shared:
-        body.append(f"  {context.barrier}  // the role is done with M of the last batch")
     if problem.operands("y"):
-        body += ["  if (lane < count) {", *indent(_make_table(context), 2), "  }"]
-        body.append(f"  {context.barrier}  // M is complete")
+        body += [
+            f"  {context.barrier}  // the team is done with M of the last batch",
+            "  if (lane < count) {",
+            *indent(_make_table(context), 2),
+            "  }",
+            f"  {context.barrier}  // M is complete",
+        ]
     body += ["#pragma unroll 1", "  for (int b = 0; b < count; ++b) {"]
+    body += [*indent(_render_edge(context, stage, fetch, change, load_row), 2), "  }", "}"]
+    body += ["}", *last] if indexed else []
+    head = (
+        f"__device__ __forceinline__ void {context.name}(const Args& args, unsigned char* shared_memory, int lane, "
+        "int chunk, int stream) {"
+    )
+    return [*(fetch.text if stage.size else ()), head, *indent(body), "}"]
 
+
+def _render_edge(
+    context: RoleContext, stage: Stage, fetch: Fetch, change: list[str], load_row: list[str]
+) -> list[str]:
+    """What a warp does with edge b of the batch."""
+    problem, layout, lowered, launch = context.problem, context.layout, context.lowered, context.launch
+    coupling, indexed, channels, ahead = problem.coupling, problem.indexed, layout.channels, launch.stages - 1
     edge: list[str] = []
     if stage.size:
         # The barrier of the warp ends two waits at once: all lanes' copies of this edge are there, and all lanes
         # are done with the stage that the next copies go to.
+        to = f"ring_address + (slot == 0 ? {ahead} : slot - 1) * {stage.size * problem.number.itemsize}"
         edge += [
             f"queue.wait<{ahead - 1}>();",
             "__syncwarp();",
             f"T* const stage = ring + slot * {stage.size};",
-            f"T* const free = ring + (slot == 0 ? {ahead} : slot - 1) * {stage.size};",
-            f"slot = slot == {ahead} ? 0 : slot + 1;",
-            *_fetch_ahead(problem, fetch_name, f"base + b + {ahead}", f"b + {ahead}", "free", batch),
+            *_fetch_ahead(context, fetch, f"base + b + {ahead}", f"b + {ahead}", to, launch.batch),
             "queue.commit();",
+            f"slot = slot == {ahead} ? 0 : slot + 1;",
         ]
+    elif context.sum_size:
+        edge.append("__syncwarp();  // all lanes are done with the sums of the last edge")
     edge.append(
-        "const long long edge = __shfl_sync(0xffffffffu, static_cast<int>(my_edge), b);"
-        if problem.ordered
-        else "const long long edge = base + b;"
+        "const int edge = __shfl_sync(0xffffffffu, my_edge, b);" if problem.ordered else "const int edge = base + b;"
     )
     edge.append("(void)edge;")
     gradients_w = {n: f"{problem.output(n)} + edge * {coupling.weight_numel}ll + u" for n in problem.outputs("w")}
     edge += [f"T* const gw{n} = {pointer};" for n, pointer in gradients_w.items()]
+    shares = _share_rows(context)
+    edge += [f"T* const share{order} = {row};" for order, row in enumerate(shares)]
     at = Addresses(
         w=lambda o, n: f"{layout.shared_access}::load(stage + {stage.w[o] + n * layout.slice} + w_lane, 32, left)",
         m=lambda o: f"m{o}",
@@ -299,11 +401,15 @@ def render_role(context: RoleContext) -> list[str]:
                 for n in problem.outputs("w")
                 for p in range(len(layout.paths))
             ),
-            "  continue;",
-            "}",
         ]
+        if not problem.has_shares:
+            for order in range(len(shares)):
+                edge.append(f"  for (int j = lane; j < {coupling.dim_in2}; j += 32) share{order}[j] = T(0);")
+        edge += ["  continue;", "}"]
     else:
-        edge += ["const long long sender = edge, row = edge;", "(void)sender;"]
+        edge += ["const int sender = edge, row = edge;", "(void)sender, (void)row;"]
+        accumulators = [value for _, table in lowered.z_outputs for _, _, value in table]
+        held = [value for _, table in lowered.z_operands for _, _, value in table]
         edge += declare(accumulators, channels, zero=True) + declare(held, channels, zero=False) + load_row
     if problem.operands("w"):
         edge.append(f"const int w_lane = {f'{channels} * lane' if layout.packed else 'lane'};")
@@ -317,8 +423,7 @@ def render_role(context: RoleContext) -> list[str]:
         ]
     stride = table_stride(coupling, lowered.role)
     for order, n in enumerate(problem.operands("y")):
-        place = f"{context.table + order * batch * stride} + b * {stride}"
-        edge += [f"const T* const m{n} = reinterpret_cast<const T*>(shared_memory) + {place};", f"(void)m{n};"]
+        edge += [f"const T* const m{n} = table + {order * launch.batch * stride} + b * {stride};", f"(void)m{n};"]
     edge += declare([v for v in lowered.program.inputs if v.name.startswith(("gx", "gy"))], channels, zero=True)
     edge += render_program(lowered, lowered.program, problem.number, at)
     edge += _write_x_gradients(context, stage)
@@ -327,39 +432,25 @@ def render_role(context: RoleContext) -> list[str]:
             edge.append(f"T* const to{output} = {problem.output(output)} + row * {coupling.dim_out}ll;")
             edge += _write_z(layout, f"to{output}", table)
     for order, sums in enumerate(lowered.program.y_sums):
-        edge += render_lane_sums(problem, launch, lowered, order, sums, context.sums, context.own_warp)
-    body += [*indent(edge, 2), "  }"]
-    if context.sum_name is not None:
-        body.append("  block_barrier();  // all partial sums of y gradients are there")
-        body.append(f"  {context.sum_name}(args, shared_memory, base, count);")
-    body += ["}", *(last if indexed else [])]
-    head = (
-        f"__device__ __forceinline__ void {context.name}(const Args& args, unsigned char* shared_memory, int lane, "
-        "int chunk, long long first, long long last) {"
-    )
-    return [*text, head, *indent(body), "}"]
+        edge += render_lane_sums(problem, lowered, order, sums, "lane_sums", f"share{order}")
+        if not problem.has_shares and len(lowered.y_components) < coupling.dim_in2:
+            # Nobody else writes the components that no path reads.
+            missing = [j for j in range(coupling.dim_in2) if j not in lowered.y_components]
+            test = " || ".join(f"j == {j}" for j in missing)
+            edge.append(
+                f"for (int j = lane; j < {coupling.dim_in2}; j += 32) if ({test}) share{order}[j] = T(0);"
+            )
+    return edge
 
 
-def _fetch_ahead(problem: Problem, fetch: str, position: str, place: str, stage: str, batch: int) -> list[str]:
-    """Start the copies of the edge at a position, if it is in the block's range.
-
-    Its indices are at `place` of this batch, or beyond it in the next; `batch` 0: always in the next.
-    """
-    from_lane = f"({place}) % {batch}" if batch else place
-
-    def held(name: str) -> str:
-        return f"{place} < {batch} ? my_{name} : next_{name}" if batch else f"next_{name}"
-
-    lines = [f"if ({position} < last) {{"]
-    if problem.ordered:
-        lines.append(
-            f"  const long long edge = __shfl_sync(0xffffffffu, static_cast<int>({held('edge')}), {from_lane});"
-        )
-    else:
-        lines.append(f"  const long long edge = {position};")
-    if problem.indexed:
-        lines.append(f"  const int sender = __shfl_sync(0xffffffffu, {held('sender')}, {from_lane});")
-        lines.append(f"  {fetch}(args, queue, {stage}, edge, sender < 0 ? 0 : sender, lane, chunk);")
-    else:
-        lines.append(f"  {fetch}(args, queue, {stage}, edge, edge, lane, chunk);")
-    return [*lines, "}"]
+def _share_rows(context: RoleContext) -> list[str]:
+    """For each y output, the row of the edge that this warp writes."""
+    problem, role = context.problem, context.lowered.role
+    rows: list[str] = []
+    for order, output in enumerate(problem.outputs("y")):
+        if not problem.has_shares:
+            rows.append(f"{problem.output(output)} + edge * {problem.coupling.dim_in2}ll")
+            continue
+        number = f"{order * problem.shares + context.first_share - role.chunk_start} + chunk"
+        rows.append(problem.share(f"({number})", "edge"))
+    return rows

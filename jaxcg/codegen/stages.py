@@ -42,36 +42,49 @@ def lay_out(layout: RoleLayout, size: int) -> Stage:
     return Stage(w, x, gradient, size)
 
 
-def _copy_run(
-    layout: RoleLayout, to: int, start: str, length: int, count: int, distance: int, width: int, exists: str
-) -> list[str]:
-    """Copies of `count` segments of `length` elements, `distance` apart in global memory, packed in the stage.
+@dataclass(frozen=True)
+class _Copy:
+    """One copy of `width` bytes by each lane.
 
-    `exists` is a bound on the element number within a segment, empty if all exist.
+    Attributes:
+        to: element of the stage, for lane 0; lanes follow each other.
+        source: pointer that this lane copies from, one of those that `render_sources` declares.
+        start: element beyond that pointer.
+        width: bytes.
+        lanes: number of lanes that take part.
+        bound: elements of the segment that lie before lane 0's, to be compared with what exists; None if all do.
     """
-    unit = width // layout.problem.number.itemsize
-    units = length // unit
-    lines: list[str] = []
-    for turn in range(-(-count * units // 32)):
-        guard = ""
-        if count == 1:
-            source, element = f"{32 * turn * unit} + {unit} * lane", f"{32 * turn * unit} + {unit} * lane"
-            if 32 * (turn + 1) > units:
-                guard = f"if (lane < {units - 32 * turn}) "
-        elif units >= 32:
-            segment, part = divmod(turn, units // 32)
-            element = f"{32 * part * unit} + {unit} * lane"
-            source = f"{segment * distance} + {element}"
-        else:
-            each = 32 // units
-            element = f"{unit} * (lane % {units})"
-            source = f"{turn * each * distance} + {distance} * (lane / {units}) + {element}"
-            if each * (turn + 1) > count:
-                guard = f"if (lane / {units} < {count - each * turn}) "
-        test = f"{element} < {exists}" if exists else "true"
-        place = f"stage + {to + 32 * turn * unit} + {unit} * lane"
-        lines.append(f"{guard}queue.copy<{width}>({place}, {start} + {source}, {test});")
-    return lines
+
+    to: int
+    source: str
+    start: int
+    width: int
+    lanes: int
+    bound: int | None
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """The copies of one edge, and what each lane keeps to make them.
+
+    Attributes:
+        copies: in order.
+        declarations: statements before the loop: pointers, for edge 0 and x row 0.
+        rows: for each pointer, the row that it advances by: "edge" or "sender", and the elements of a row.
+        text: of the function.
+        name: of the function.
+    """
+
+    copies: tuple[_Copy, ...]
+    declarations: tuple[str, ...]
+    rows: tuple[tuple[str, str, int], ...]
+    text: tuple[str, ...]
+    name: str
+
+    def call(self, place: str, edge: str, sender: str) -> str:
+        """Statement that starts the copies of an edge to a place."""
+        given = [f"{name} + {edge if row == 'edge' else sender} * {size}ll" for name, row, size in self.rows]
+        return f"{self.name}(queue, {', '.join([place, *given, 'lane', 'room'])});"
 
 
 def _uniform_runs(offsets: list[int]) -> list[tuple[int, int, int]]:
@@ -89,47 +102,84 @@ def _uniform_runs(offsets: list[int]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def render_fetch(layout: RoleLayout, stage: Stage, name: str) -> list[str]:
-    """The function that starts the copies of one edge into a stage."""
+class _Plan:
+    """Collects copies and the pointers that they start from."""
+
+    def __init__(self, layout: RoleLayout) -> None:
+        self.layout = layout
+        self.copies: list[_Copy] = []
+        self.sources: dict[tuple[str, str], str] = {}
+
+    def source(self, operand: str, lane: str) -> str:
+        """Name of the pointer to `operand` for this lane."""
+        return self.sources.setdefault((operand, lane), f"{operand}_from{len(self.sources)}")
+
+    def run(
+        self, operand: str, to: int, start: int, length: int, count: int, distance: int, width: int, whole: bool
+    ) -> None:
+        """Copies of `count` segments of `length` elements, `distance` apart in memory, packed in the stage.
+
+        Not `whole`: only `room` elements of each segment, counted for this lane, exist.
+        """
+        unit = width // self.layout.problem.number.itemsize
+        units = length // unit
+        for turn in range(-(-count * units // 32)):
+            lanes = min(32, count * units - 32 * turn)
+            if count == 1 or units >= 32:
+                segment, part = divmod(turn, max(1, units // 32)) if count > 1 else (0, turn)
+                name = self.source(operand, f"{unit} * lane")
+                first, before = segment * distance + 32 * part * unit, 32 * part * unit
+            else:
+                name = self.source(operand, f"{distance} * (lane / {units}) + {unit} * (lane % {units})")
+                first, before = turn * (32 // units) * distance, 0
+            bound = None if whole else before
+            self.copies.append(_Copy(to + 32 * turn * unit, name, start + first, width, lanes, bound))
+
+
+def plan_fetch(layout: RoleLayout, stage: Stage, name: str) -> Fetch:
+    """Plan the copies of one edge into a stage."""
     problem, coupling, paths = layout.problem, layout.problem.coupling, layout.paths
     itemsize = problem.number.itemsize
-    lines = [
-        f"__device__ __forceinline__ void {name}(const Args& args, CopyQueue& queue, T* stage, long long edge, "
-        "long long sender, int lane, int chunk) {",
-        f"  const int exist = {layout.mul} - {layout.slice} * chunk;  // channels from this slice's first to the end",
-        "  (void)exist;",
-    ]
-    channels = "" if layout.full else "exist"
+    plan = _Plan(layout)
+    bases: dict[str, tuple[str, str, int]] = {}
     offsets = [path.weight_offset or 0 for path in paths]
+    w_width, x_width = w_copy_bytes(coupling, paths, itemsize), x_copy_bytes(coupling, paths[0], itemsize)
     for operand, place in stage.w.items():
-        lines.append(
-            f"  const T* const w{operand} = {problem.operand(operand)} + edge * {coupling.weight_numel}ll"
-            f" + {layout.slice} * chunk;"
-        )
+        bases[f"w{operand}"] = (f"{problem.operand(operand)} + {layout.slice} * chunk", "edge", coupling.weight_numel)
         for first, count, distance in _uniform_runs(offsets):
-            lines += [
-                "  " + line
-                for line in _copy_run(
-                    layout,
-                    place + first * layout.slice,
-                    f"w{operand} + {offsets[first]}",
-                    layout.slice,
-                    count,
-                    distance,
-                    w_copy_bytes(coupling, paths, itemsize),
-                    channels,
-                )
-            ]
+            to = place + first * layout.slice
+            plan.run(f"w{operand}", to, offsets[first], layout.slice, count, distance, w_width, layout.full)
     block = 2 * paths[0].l1 + 1
+    each = 1 if coupling.layout == "ir_mul" else block
     for operand, place in stage.x.items():
-        row = f"{problem.operand(operand)} + sender * {coupling.dim_in1}ll + {paths[0].in1_offset}"
-        width = x_copy_bytes(coupling, paths[0], itemsize)
+        start = paths[0].in1_offset
+        bases[f"x{operand}"] = (f"{problem.operand(operand)} + {layout.slice * each} * chunk", "sender", coupling.dim_in1)
         if coupling.layout == "ir_mul":
-            lines.append(f"  const T* const x{operand} = {row} + {layout.slice} * chunk;")
-            copies = _copy_run(layout, place, f"x{operand}", layout.slice, block, layout.mul, width, channels)
+            plan.run(f"x{operand}", place, start, layout.slice, block, layout.mul, x_width, layout.full)
         else:
-            lines.append(f"  const T* const x{operand} = {row} + {layout.slice * block} * chunk;")
-            exist = "" if layout.full else f"exist * {block}"
-            copies = _copy_run(layout, place, f"x{operand}", layout.slice * block, 1, 0, width, exist)
-        lines += ["  " + line for line in copies]
-    return [*lines, "}"]
+            plan.run(f"x{operand}", place, start, layout.slice * block, 1, 0, x_width, layout.full)
+    declarations = [f"const int room = {layout.mul} - {layout.slice} * chunk;  // channels from this slice's first on"]
+    rows: list[tuple[str, str, int]] = []
+    for (operand, lane), pointer in plan.sources.items():
+        base, row, size = bases[operand]
+        declarations.append(f"const T* const {pointer} = {base} + {lane};")
+        rows.append((pointer, row, size))
+    parameters = ["CopyQueue& queue", "SharedAddress to", *(f"const T* {pointer}" for pointer in plan.sources.values())]
+    lines = [
+        f"__device__ __forceinline__ void {name}({', '.join([*parameters, 'int lane', 'int room'])}) {{",
+        "  (void)lane, (void)room;",
+    ]
+    lane_of = {pointer: lane for (_, lane), pointer in plan.sources.items()}
+    operand_of = {pointer: operand for (operand, _), pointer in plan.sources.items()}
+    for one in plan.copies:
+        guard = f"if (lane < {one.lanes}) " if one.lanes < 32 else ""
+        exists = "true"
+        if one.bound is not None:
+            within = lane_of[one.source].rpartition(" + ")[2]
+            existing = "room" if operand_of[one.source][0] == "w" or each == 1 else f"room * {each}"
+            exists = f"{one.bound} + {within} < {existing}"
+        # A lane's place is `width` bytes beyond its neighbour's; `to` is lane 0's.
+        place = f"to + {one.width} * lane"
+        arguments = f"<{one.width}, {one.to * itemsize}, {one.start * itemsize}>({place}, {one.source}, {exists})"
+        lines.append(f"  {guard}queue.copy{arguments};")
+    return Fetch(tuple(plan.copies), tuple(declarations), tuple(rows), (*lines, "}"), name)

@@ -1,20 +1,26 @@
-"""Gradients of y: sums over all channels, so over the lanes of a warp, the warps of a block, and the launches."""
+"""Gradients of y: sums over all channels, so over the lanes of a warp, and over all warps that take part.
+
+Each warp that takes part writes its share of an edge to a row of its own in a scratch buffer, a *share*, and a last
+launch adds the shares in order, so the sum does not depend on timing. If one warp does all channels and paths, its
+share is the gradient.
+"""
 
 from jaxcg.codegen.ir import Value
 from jaxcg.codegen.lower import LoweredRole
-from jaxcg.codegen.problem import Problem
-from jaxcg.schedule import Launch
+from jaxcg.codegen.problem import Problem, indent
+from jaxcg.schedule.shared import LANE_SUMS, group_components
+
+# Edges that one block of the last launch takes.
+SUM_EDGES = 64
 
 
 def _groups(role: LoweredRole) -> list[tuple[int, tuple[int, ...]]]:
-    """Y components in groups that one transposing sum takes: (power of two, components)."""
+    """Y components in groups that one sum over lanes takes: (power of two, components)."""
     groups: list[tuple[int, tuple[int, ...]]] = []
-    for start in range(0, len(role.y_components), 32):
-        components = role.y_components[start : start + 32]
-        size = 1
-        while size < len(components):
-            size *= 2
-        groups.append((size, components))
+    start = 0
+    for size in group_components(len(role.y_components)):
+        groups.append((size, role.y_components[start : start + size]))
+        start += size
     return groups
 
 
@@ -22,65 +28,82 @@ def render_places(role: LoweredRole) -> list[str]:
     """For each group: which y component this lane ends with, -1 for none."""
     lines: list[str] = []
     for group, (size, components) in enumerate(_groups(role)):
-        each = 32 // size
+        each = 1 if size in LANE_SUMS else 32 // size
+        start, count = components[0], len(components)
+        if each == 1 and components == tuple(range(start, start + count)):
+            lines.append(f"const int component{group} = lane < {count} ? {start} + lane : -1;")
+            continue
         cases = " ".join(f"lane == {n * each} ? {j} :" for n, j in enumerate(components))
         lines.append(f"const int component{group} = {cases} -1;")
     return lines
 
 
 def render_lane_sums(
-    problem: Problem, launch: Launch, role: LoweredRole, order: int, sums: tuple[tuple[int, Value], ...], base: int,
-    warp: str,
-) -> list[str]:  # fmt: skip
-    """Sum the y gradient of edge b over the lanes of this warp, into its row in shared memory."""
+    problem: Problem, role: LoweredRole, order: int, sums: tuple[tuple[int, Value], ...], place: str, row: str
+) -> list[str]:
+    """Sum the y gradient of an edge over the lanes of this warp, and write it to its row.
+
+    Args:
+        problem: what is computed.
+        role: who computes.
+        order: number of the y output among the y outputs.
+        sums: the value of each component in each lane.
+        place: pointer to this warp's room in shared memory.
+        row: pointer to the row.
+    """
     names = {j: value.name for j, value in sums}
-    width = problem.coupling.dim_in2
     lines: list[str] = []
     for group, (size, components) in enumerate(_groups(role)):
         values = [names[j] for j in components] + ["T(0)"] * (size - len(components))
-        row = f"(({order * launch.warps} + {warp}) * {launch.batch} + b) * {width}"
+        if group or order:
+            lines.append("__syncwarp();")
+        call = f"sum_lanes({place}, v, lane)" if size in LANE_SUMS else f"transpose_sum<{size}, 16>(v, lane)"
         lines += [
             "{",
             f"  T v[{size}] = {{{', '.join(values)}}};",
-            f"  const T total = transpose_sum<{size}, 16>(v, lane);",
-            f"  if (component{group} >= 0)",
-            f"    reinterpret_cast<T*>(shared_memory)[{base} + {row} + component{group}] = total;",
+            f"  const T total = {call};",
+            f"  if (component{group} >= 0) {row}[component{group}] = total;",
             "}",
         ]
     return lines
 
 
-def render_block_sum(
-    problem: Problem, launch: Launch, roles: tuple[LoweredRole, ...], name: str, base: int, first: bool
-) -> list[str]:
-    """The function that sums y gradients over the warps of a block.
+def render_share_sum(problem: Problem, shares: list[tuple[int, ...]], name: str) -> list[str]:
+    """The kernel that adds the shares of each edge; an absent edge gets zeros.
 
-    The first launch of a call writes every component, later ones add theirs: launches follow each other on a stream,
-    so the sum is the same every time.
+    Args:
+        problem: what is computed.
+        shares: the components that each share holds.
+        name: of the kernel.
     """
     width = problem.coupling.dim_in2
-    union = tuple(sorted({j for role in roles for j in role.y_components}))
+    # Four neighbours a thread where all shares that hold one of them hold all.
+    unit = 4 if width % 4 == 0 else 1
+    while unit > 1 and any(
+        0 < len(set(range(j, j + unit)) & set(share)) < unit for share in shares for j in range(0, width, unit)
+    ):
+        unit = 1
     present = f"{problem.index('senders')}[edge] >= 0" if problem.indexed else "true"
     lines = [
-        f"__device__ __forceinline__ void {name}(const Args& args, unsigned char* shared_memory, long long base, "
-        "int count) {",
-        f"  for (int t = threadIdx.x; t < count * {width}; t += blockDim.x) {{",
-        f"    const int b = t / {width}, j = t % {width};",
-        f"    const long long edge = {problem.edge_at('base + b')};",
+        f'extern "C" __global__ void __launch_bounds__(256) {name}(const Args args) {{',
+        f"  const long long first = {SUM_EDGES}ll * blockIdx.x;",
+        f"  const int count = args.sizes[0] - first < {SUM_EDGES} ? static_cast<int>(args.sizes[0] - first) : "
+        f"{SUM_EDGES};",
+        f"  for (int t = threadIdx.x; t < count * {width // unit}; t += blockDim.x) {{",
+        f"    const int j = t % {width // unit} * {unit};",
+        f"    const long long edge = {problem.edge_at(f'first + t / {width // unit}')};",
         f"    const bool present = {present};",
     ]
     for order, output in enumerate(problem.outputs("y")):
-        lines += ["    {", "      T sum = T(0);", "      if (present) {"]
-        warp = 0
-        for role in roles:
-            for _ in range(role.role.chunks):
-                row = f"{base} + ({(order * launch.warps + warp) * launch.batch} + b) * {width} + j"
-                test = _member(role.y_components, width)
-                lines.append(f"        if ({test}) sum += reinterpret_cast<const T*>(shared_memory)[{row}];")
-                warp += 1
-        target = f"{problem.output(output)}[edge * {width} + j]"
-        write = f"{target} = sum;" if first else f"if ({_member(union, width)}) {target} += sum;"
-        lines += ["      }", f"      {write}", "    }"]
+        lines += [f"    Pack<T, {unit}> sum{order};", f"    for (int v = 0; v < {unit}; ++v) sum{order}.v[v] = T(0);"]
+        lines.append("    if (present) {")
+        for number, components in enumerate(shares):
+            share = problem.share(f"{order * len(shares) + number}", "edge")
+            test = _member(components, width)
+            add = f"add_pack(sum{order}, {share} + j);"
+            lines += indent([add if test == "true" else f"if ({test}) {add}"], 3)
+        target = f"{problem.output(output)} + edge * {width} + j"
+        lines += ["    }", f"    *reinterpret_cast<Pack<T, {unit}>*>({target}) = sum{order};"]
     return [*lines, "  }", "}"]
 
 

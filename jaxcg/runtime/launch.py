@@ -18,10 +18,8 @@ from jaxcg.codegen import KernelSource, generate
 from jaxcg.runtime import cache, ffi, nvrtc
 from jaxcg.schedule import DeviceLimits, choose
 
-# A block takes at least this many edges. Fewer, and its start and the fix-up of its first receiver dominate; and
-# scratch, a row of z for each block, would be larger than the weights of a small graph.
-_EDGES_PER_BLOCK = 16
-_MOST_ROWS = 2**31 - 1
+# Loops step past the last row by a batch.
+_MOST_ROWS = 2**31 - 64
 
 # Shared memory of a multiprocessor, and the most that one block may have, by architecture (CUDA programming guide,
 # compute capabilities). An architecture that is not listed gets the least of all since sm_80.
@@ -107,22 +105,23 @@ def custom_call(call: Call, terms: TermSet, compiler: Compiler) -> Callable[...,
     def run(*operands: Array) -> list[Array]:
         dtype = operands[-1].dtype
         source = kernel_source(call, terms, dtype.itemsize, compiler.limits)
-        blocks = max(1, min(source.max_blocks, call.num_rows // _EDGES_PER_BLOCK))
+        rows, coupling = call.num_rows, call.coupling
+        teams = source.teams(rows)
         results = [jax.ShapeDtypeStruct(call.shape(out.slot), dtype) for out in terms.outputs]
         if source.scratch_rows:
-            results.append(jax.ShapeDtypeStruct((source.scratch_rows, blocks, call.coupling.dim_out), dtype))
-            results.append(
-                jax.ShapeDtypeStruct((source.continued_size * (source.max_blocks + 1),), jnp.dtype(np.int32))
-            )
+            results.append(jax.ShapeDtypeStruct((source.scratch_rows, teams, coupling.dim_out), dtype))
+            results.append(jax.ShapeDtypeStruct((source.marks,), jnp.dtype(np.int32)))
+        if source.shares:
+            results.append(jax.ShapeDtypeStruct((source.shares, rows, coupling.dim_in2), dtype))
         launches = [
-            ffi.Launch(launch.name, launch.threads, launch.shared_bytes, blocks * launch.parts, launch.persistent)
-            for launch in source.launches
+            ffi.Launch(one.name, one.threads, one.shared_bytes, source.grid(one, rows), one.grid == "resident")
+            for one in source.launches
         ]
         attributes = ffi.call_attributes(
             compiler.compile(source),
             source.digest,
             launches,
-            [call.num_rows, call.num_x, call.num_z, blocks],
+            [rows, call.num_x, call.num_z, teams],
             source.zeroed,
             f"{call!r} {terms!r}",
         )

@@ -3,7 +3,8 @@
 Pure functions of the problem; nothing here knows CUDA text (`jaxcg.codegen` follows what is decided here).
 """
 
-from jaxcg.schedule.choose import DeviceLimits, Launch, Role, Schedule, choose
+from jaxcg.schedule.choose import choose
+from jaxcg.schedule.plan import DeviceLimits, Launch, Role, Schedule
 from jaxcg.schedule.shared import SharedPlan, is_packed, plan_shared
 
 __all__ = ["DeviceLimits", "Launch", "Role", "Schedule", "SharedPlan", "choose", "is_packed", "plan_shared"]

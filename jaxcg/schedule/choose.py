@@ -1,224 +1,195 @@
 """Choose the schedule of a term set.
 
-Three levels. A *role* is a set of paths that read one block of x; a warp does one role for 32 * channels channels.
-A *launch* is a kernel whose blocks hold the warps of some roles, all on the same range of edges. A call is a
-sequence of launches. What decides (measurements of one H200, mace-large):
+Three levels. A *role* is a set of paths that read one block of x; a warp does one role for 32 * channels channels. The
+warps of a role for all its channels are a *team*, which walks a range of edges by itself. A *launch* is a kernel; each
+of its blocks holds teams of several roles, more of those that have more to do. A call is a sequence of launches.
 
-- The loop code of all roles that share a multiprocessor must fit the instruction cache: up to 20 KB runs free, 24 KB
-  nearly, 56 KB costs 1.5x, 100 KB 3x. So paths are split over launches, first by block of x: x rows, x gradients
-  and weights of different blocks are disjoint, so nothing is read twice but y.
-- Accumulators of a role live in registers: a role that would need more than the budget is split by paths.
+The choice is by expected time (`cost.launch_time`), over how the blocks of x are divided between launches, how many
+registers a thread of each launch has, and how many channels a lane of each role holds. What weighs there
+(measurements of one H200, mace-large):
+
+- The loop code of all roles that share a multiprocessor must fit the instruction cache. So paths are split over
+  launches by block of x: x rows, x gradients and weights of different blocks are disjoint, so nothing is read twice
+  but y.
+- Accumulators of a role live in registers: a role that would need more than its launch has is split by paths, and each
+  part gathers x again.
+- Fewer registers a thread mean more warps, which hide each other's waits.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
 from jaxcg._coupling import Coupling
 from jaxcg._errors import UnsupportedError
 from jaxcg._terms import TermSet
-from jaxcg.schedule.cost import RoleCost, count_factors, estimate
+from jaxcg.schedule.cost import LAUNCH_CYCLES, RoleCost, count_factors, estimate, launch_time
+from jaxcg.schedule.plan import DeviceLimits, Launch, Role, Schedule, resident_warps
 from jaxcg.schedule.shared import plan_shared
 
-INSTRUCTION_BYTES = 16
-# Stages: two are the least that overlap; more than six only take memory from other blocks.
-_STAGES = (6, 5, 4, 3, 2)
-# Roles of a block: of its 16 named barriers one is for the block as a whole.
-_MOST_ROLES = 15
-# Float64 gradients: roles share a block only if at least this share of the warps that the smallest of them could have
-# resident in a launch of its own are. mace-large, dhfr, backward: 0.97 ms with 8 of 12, 0.91 ms apart with 12. A
-# forward pass waits for memory more than for registers: apart it takes 0.42 ms instead of 0.39.
-_LEAST_FILLED = 0.8
-# What the driver keeps of the shared memory of each resident block.
+# Stages: three are the least that overlap well; more than six only take memory from M.
+_STAGES = (6, 5, 4, 3)
+# Teams of more than one warp meet at a named barrier of their own; a block has sixteen.
+_MOST_BARRIERS = 15
+# What the driver keeps of the shared memory of a block.
 _RESERVED = 1024
 
 
-@dataclass(frozen=True)
-class DeviceLimits:
-    """What a schedule may use. The defaults hold on every GPU since sm_80 (see `launch.limits_of`).
+class _Chooser:
+    """The choice for one term set: what its steps share."""
 
-    Attributes:
-        shared_bytes: dynamic shared memory a block.
-        shared_total: shared memory of a multiprocessor, which its resident blocks divide.
-        registers: estimated registers a thread above which a role is split, for float32 and float64.
-        code_bytes: loop code of one launch.
-        warps: warps a block.
-        multiprocessors: most multiprocessors that a grid is sized for.
-        channels: channels a lane to choose from.
-    """
+    def __init__(self, coupling: Coupling, terms: TermSet, itemsize: int, limits: DeviceLimits) -> None:
+        self.coupling, self.terms, self.itemsize, self.limits = coupling, terms, itemsize, limits
+        self.factors = count_factors(terms)
+        self.blocks: dict[int, list[int]] = {}
+        for number, path in enumerate(coupling.paths):
+            self.blocks.setdefault(path.in1_block, []).append(number)
+        self.roles = cache(self._roles)
+        self.split = cache(self._split)
+        self.alone = cache(self._alone)
 
-    shared_bytes: int = 99 * 1024
-    shared_total: int = 100 * 1024
-    registers: tuple[int, int] = (200, 240)
-    code_bytes: int = 20 * 1024
-    warps: int = 16
-    multiprocessors: int = 192
-    channels: tuple[int, ...] = (1, 2)
+    def _split(self, block: int, channels: int, registers: int) -> tuple[Role, ...] | None:
+        """Cut the paths of one x block into roles that fit a number of registers (one path is never cut).
 
+        As few roles as fit, since each gathers x again; of equal counts the one with the least largest role. None if
+        one path alone does not fit, unless there are no more registers to be had.
+        """
+        coupling, last = self.coupling, registers == self.limits.registers[-1]
+        block_paths = self.blocks[block]
+        mul = coupling.paths[block_paths[0]].mul1
+        # Paths with the same y block side by side: a role then sums few components of a y gradient.
+        order = list(block_paths)
+        if "Y" in self.factors.counts:
+            order.sort(key=lambda p: (coupling.paths[p].in2_offset, p))
+        count = len(order)
 
-@dataclass(frozen=True)
-class Role:
-    """Paths of one x block for a range of channels.
+        @cache
+        def cost(start: int, end: int) -> RoleCost:
+            paths = tuple(coupling.paths[p] for p in order[start:end])
+            return estimate(paths, self.factors, channels, self.itemsize)
 
-    Attributes:
-        paths: numbers into ``coupling.paths``.
-        channels: channels a lane (C).
-        chunk_start: first chunk of 32 * channels channels.
-        chunks: number of chunks, one warp each.
-        cost: the estimate that the choice was made from.
-    """
+        # For the paths from each place on, from the last backwards: number of roles, most slots of one, their ends.
+        best: dict[int, tuple[int, int, tuple[int, ...]]] = {count: (0, 0, ())}
+        for start in range(count - 1, -1, -1):
+            found: list[tuple[int, int, tuple[int, ...]]] = []
+            for end in range(start + 1, count + 1):
+                if cost(start, end).registers > registers and not (last and end == start + 1):
+                    break
+                number, most, ends = best[end]
+                found.append((number + 1, max(most, cost(start, end).slots), (end, *ends)))
+            if not found:
+                return None
+            best[start] = min(found)
+        roles: list[Role] = []
+        start = 0
+        for end in best[0][2]:
+            chunks = -(-mul // (32 * channels))
+            roles.append(Role(tuple(sorted(order[start:end])), channels, 0, chunks, cost(start, end)))
+            start = end
+        return tuple(roles)
 
-    paths: tuple[int, ...]
-    channels: int
-    chunk_start: int
-    chunks: int
-    cost: RoleCost
+    def _roles(self, block: int, registers: int) -> tuple[Role, ...] | None:
+        """The cheapest cut of one x block over channels a lane: the one that would be fastest in a launch by itself."""
+        best: tuple[float, tuple[Role, ...]] | None = None
+        for channels in self.limits.channels:
+            if channels * self.itemsize > 16:
+                continue  # no access moves more than 16 bytes
+            whole = self.split(block, channels, registers)
+            if whole is None:
+                continue
+            roles = self._cut(whole, registers)
+            time = sum(self.alone(role, registers).time.total - LAUNCH_CYCLES for role in roles)
+            if best is None or time < best[0]:
+                best = (time, roles)
+        return None if best is None else best[1]
 
+    def _cut(self, roles: tuple[Role, ...], registers: int) -> tuple[Role, ...]:
+        """The same roles with teams of no more warps than a block may have."""
+        most = min(self.limits.warps, resident_warps(registers))
+        cut: list[Role] = []
+        for role in roles:
+            warps = min(most, role.chunks)
+            while warps > 1 and self.launch((replace(role, chunks=warps),), registers) is None:
+                warps = -(-warps // 2)
+            cut += [
+                replace(role, chunk_start=start, chunks=min(warps, role.chunks - start))
+                for start in range(0, role.chunks, warps)
+            ]
+        return tuple(cut)
 
-@dataclass(frozen=True)
-class Launch:
-    """One kernel.
+    def _alone(self, role: Role, registers: int) -> Launch:
+        launch = self.launch((role,), registers)
+        if launch is None:
+            path = self.coupling.paths[role.paths[0]]
+            raise UnsupportedError(
+                f"the kernel of a path l = {path.l1} x {path.l2} -> {path.l3} needs more than the "
+                f"{self.limits.shared_bytes} bytes of shared memory that a block has; use impl='xla'"
+            )
+        return launch
 
-    Attributes:
-        roles: the roles of a block, warps in this order.
-        batch: edges for which M is made at once, at most 32.
-        stages: edges whose operands are on their way to shared memory or there, for each warp.
-        blocks_per_multiprocessor: resident blocks that registers and shared memory are divided for.
-    """
+    def _spread(self, roles: tuple[Role, ...], warps: int) -> tuple[Role, ...] | None:
+        """Divide the warps of a block: one team more for the role whose teams have most to do, while one fits."""
+        if sum(role.chunks for role in roles) > warps or sum(role.chunks > 1 for role in roles) > _MOST_BARRIERS:
+            return None
+        spread = list(roles)
+        while True:
+            free = warps - sum(role.warps for role in spread)
+            barriers = _MOST_BARRIERS - sum(role.streams for role in spread if role.chunks > 1)
+            fitting = [
+                n for n, role in enumerate(spread) if role.chunks <= free and (role.chunks == 1 or barriers > 0)
+            ]
+            if not fitting:
+                return tuple(spread)
+            n = max(fitting, key=lambda n: (spread[n].load, -n))
+            spread[n] = replace(spread[n], streams=spread[n].streams + 1)
 
-    roles: tuple[Role, ...]
-    batch: int
-    stages: int
-    blocks_per_multiprocessor: int
+    def launch(self, roles: tuple[Role, ...], registers: int) -> Launch | None:
+        """A launch of these roles: as many warps as registers allow, fewer if their stages do not fit.
 
-    @property
-    def warps(self) -> int:
-        return sum(role.chunks for role in self.roles)
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The launches of a call, in order.
-
-    Attributes:
-        launches: path sets, one kernel each.
-        max_blocks: most blocks of any launch: rows of scratch for receivers that a block boundary cuts.
-    """
-
-    launches: tuple[Launch, ...]
-    max_blocks: int
-
-
-def _split(
-    coupling: Coupling, terms: TermSet, block: list[int], channels: int, itemsize: int, limits: DeviceLimits
-) -> list[Role]:
-    """Cut the paths of one x block into roles that fit the register budget (one path is never cut).
-
-    As few roles as fit, since each gathers x again; of equal counts the one with the least largest role.
-    """
-    factors = count_factors(terms)
-    budget = limits.registers[itemsize == 8]
-    mul = coupling.paths[block[0]].mul1
-    # Paths with the same y block side by side: a role then sums few components of a y gradient.
-    order = sorted(block, key=lambda p: (coupling.paths[p].in2_offset, p)) if "Y" in factors.counts else list(block)
-    count = len(order)
-
-    @cache
-    def cost(start: int, end: int) -> RoleCost:
-        return estimate(tuple(coupling.paths[p] for p in order[start:end]), factors, channels, itemsize)
-
-    # For the paths from each place on, from the last backwards: number of roles, most instructions of one, their ends.
-    best: dict[int, tuple[int, int, tuple[int, ...]]] = {count: (0, 0, ())}
-    for start in range(count - 1, -1, -1):
-        found: list[tuple[int, int, tuple[int, ...]]] = []
-        for end in range(start + 1, count + 1):
-            if end > start + 1 and cost(start, end).registers > budget:
-                break
-            number, most, ends = best[end]
-            found.append((number + 1, max(most, cost(start, end).instructions), (end, *ends)))
-        best[start] = min(found)
-
-    roles: list[Role] = []
-    start = 0
-    for end in best[0][2]:
-        chunks = -(-mul // (32 * channels))
-        roles.append(Role(tuple(sorted(order[start:end])), channels, 0, chunks, cost(start, end)))
-        start = end
-    return roles
-
-
-def _roles_of_block(
-    coupling: Coupling, terms: TermSet, block: list[int], itemsize: int, limits: DeviceLimits
-) -> list[Role]:
-    """The cheapest cut of one x block over channels a lane: fewest instructions an edge, all warps together.
-
-    In float64 a second channel halves what little overhead there is beside the arithmetic, but splits roles, and
-    each part gathers x and adds x gradients again (mace-large, dhfr, backward: 1.20 ms with 2 channels, 0.94 with 1).
-    """
-    best: tuple[int, list[Role]] | None = None
-    for channels in limits.channels:
-        roles = _split(coupling, terms, block, channels, itemsize, limits)
-        total = sum(role.chunks * role.cost.instructions for role in roles)
-        most = max(role.cost.registers for role in roles)
-        if best is not None and (most > 240 or (itemsize == 8 and (len(roles) > len(best[1]) or most > 160))):
-            continue
-        if best is None or total < best[0]:
-            best = (total, roles)
-    assert best is not None
-    cut: list[Role] = []
-    for role in best[1]:
-        warps = min(limits.warps, role.chunks)
-        while warps > 1 and _finish(coupling, terms, (replace(role, chunks=warps),), itemsize, limits) is None:
-            warps = -(-warps // 2)
-        cut += [
-            replace(role, chunk_start=start, chunks=min(warps, role.chunks - start))
-            for start in range(0, role.chunks, warps)
-        ]
-    return cut
-
-
-def resident_warps(registers: int) -> int:
-    """Warps that a multiprocessor holds at a number of registers a thread.
-
-    Each of its four parts has 16,384 registers and gives them out in eights a thread, so between 128 and 168 all
-    numbers cost the same.
-
-    >>> [resident_warps(r) for r in (255, 169, 168, 128, 96, 80)]
-    [8, 8, 12, 16, 20, 24]
-    """
-    return 4 * min(16, 16384 // (32 * -(-registers // 8) * 8))
-
-
-def _finish(
-    coupling: Coupling, terms: TermSet, roles: tuple[Role, ...], itemsize: int, limits: DeviceLimits
-) -> Launch | None:
-    """Divide a multiprocessor between blocks: as many as registers allow, fewer if three stages would not fit.
-
-    None if not even one block with two stages and a small batch fits, or if the roles had better not share one.
-    """
-    warps = sum(role.chunks for role in roles)
-    resident = resident_warps(max(role.cost.registers for role in roles))
-    most = max(1, min(12 if warps == 1 else 8, resident // warps))
-    alone = resident_warps(min(role.cost.registers for role in roles))
-    forward = all(out.slot == "z" for out in terms.outputs)
-    if itemsize == 8 and not forward and len(roles) > 1 and most * warps < _LEAST_FILLED * alone:
+        None if not even one team of each fits with two stages and a small batch.
+        """
+        warps = min(self.limits.warps, resident_warps(registers))
+        least = sum(role.chunks for role in roles)
+        for count in range(warps, least - 1, -1):
+            spread = self._spread(roles, count)
+            if spread is None:
+                return None
+            if sum(role.warps for role in spread) < count and count > least:
+                continue  # the same as with fewer
+            small = [(batch, 2) for batch in (32, 16, 8, 4, 2)] if count == least else []
+            for batch, stages in (*product((32, 16, 8), _STAGES), *small):
+                time = launch_time(tuple((role.cost, role.chunks, role.streams) for role in spread))
+                launch = Launch(spread, registers, batch, stages, time)
+                held = plan_shared(self.coupling, self.terms, launch).total * self.itemsize
+                if held <= min(self.limits.shared_bytes, self.limits.shared_total - _RESERVED):
+                    return launch
         return None
 
-    def fits(launch: Launch) -> bool:
-        held = plan_shared(coupling, terms, launch).total * itemsize
-        share = limits.shared_total // launch.blocks_per_multiprocessor - _RESERVED
-        return held <= min(limits.shared_bytes, share)
+    def together(self, blocks: tuple[int, ...]) -> tuple[Launch, ...] | None:
+        """The fastest launches for some blocks of x: one for all, or for one block of x several."""
+        found: list[tuple[Launch, ...]] = []
+        for registers in self.limits.registers:
+            roles: list[Role] = []
+            for block in blocks:
+                cut = self.roles(block, registers)
+                if cut is None:
+                    break
+                roles += cut
+            else:
+                launch = self.launch(tuple(roles), registers)
+                if launch is not None:
+                    found.append((launch,))
+                if len(blocks) == 1 and len(roles) > 1:
+                    found.append(tuple(self.alone(role, registers) for role in roles))
+        return min(found, key=_time, default=None)
 
-    for blocks in range(most, 0, -1):
-        for batch, stages in product((32, 16), _STAGES[:-1]):
-            launch = Launch(roles, batch, stages, blocks)
-            if fits(launch):
-                return launch
-    for batch in (32, 16, 8, 4, 2):
-        launch = Launch(roles, batch, 2, 1)
-        if fits(launch):
-            return launch
-    return None
+
+def _time(launches: tuple[Launch, ...]) -> float:
+    return sum(launch.time.total for launch in launches)
+
+
+# Blocks of x that share a launch are neighbours, at most this many: with more, code and warps are full anyway.
+_MOST_TOGETHER = 8
 
 
 def choose(coupling: Coupling, terms: TermSet, itemsize: int, limits: DeviceLimits = DeviceLimits()) -> Schedule:
@@ -232,39 +203,21 @@ def choose(coupling: Coupling, terms: TermSet, itemsize: int, limits: DeviceLimi
 
     Returns:
         The schedule, a pure function of the arguments.
+
+    Raises:
+        UnsupportedError: a path needs more shared memory than there is.
     """
-    blocks: dict[int, list[int]] = {}
-    for number, path in enumerate(coupling.paths):
-        blocks.setdefault(path.in1_block, []).append(number)
-    roles = [role for block in blocks.values() for role in _roles_of_block(coupling, terms, block, itemsize, limits)]
-    launches: list[Launch] = []
-    packed: tuple[Role, ...] = ()
-    for role in roles:
-        grown = (*packed, role)
-        code = sum(r.cost.instructions for r in grown) * INSTRUCTION_BYTES
-        warps = sum(r.chunks for r in grown)
-        if packed and (
-            code > limits.code_bytes
-            or warps > limits.warps
-            or len(grown) > _MOST_ROLES
-            or _finish(coupling, terms, grown, itemsize, limits) is None
-        ):
-            launches.append(_must_fit(coupling, terms, packed, itemsize, limits))
-            grown = (role,)
-        packed = grown
-    launches.append(_must_fit(coupling, terms, packed, itemsize, limits))
-    most = max(launch.blocks_per_multiprocessor for launch in launches)
-    return Schedule(tuple(launches), limits.multiprocessors * most)
+    chooser = _Chooser(coupling, terms, itemsize, limits)
+    blocks = list(chooser.blocks)
+    # For the blocks from each place on: the time and the launches.
+    best: dict[int, tuple[float, tuple[Launch, ...]]] = {len(blocks): (0.0, ())}
+    for start in range(len(blocks) - 1, -1, -1):
+        for end in range(start + 1, min(start + _MOST_TOGETHER, len(blocks)) + 1):
+            launches = chooser.together(tuple(blocks[start:end]))
+            if launches is None:
+                break
+            time, rest = best[end]
+            if start not in best or _time(launches) + time < best[start][0]:
+                best[start] = (_time(launches) + time, launches + rest)
+    return Schedule(best[0][1], limits.multiprocessors)
 
-
-def _must_fit(
-    coupling: Coupling, terms: TermSet, roles: tuple[Role, ...], itemsize: int, limits: DeviceLimits
-) -> Launch:
-    launch = _finish(coupling, terms, roles, itemsize, limits)
-    if launch is None:
-        path = coupling.paths[roles[0].paths[0]]
-        raise UnsupportedError(
-            f"the kernel of a path l = {path.l1} x {path.l2} -> {path.l3} needs more than the "
-            f"{limits.shared_bytes} bytes of shared memory that a block has; use impl='xla'"
-        )
-    return launch

@@ -1,4 +1,8 @@
-"""What a role costs: registers, instructions, shared memory. Estimates, from counts that the lowering shares."""
+"""What a role costs: registers, issue slots, bytes; and the time of a launch. Estimates, from counts that the lowering
+shares.
+
+Times are in cycles of one multiprocessor for each edge of the graph (`cycles * edges / multiprocessors` for a call).
+"""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -123,11 +127,17 @@ class RoleCost:
         registers: 32-bit registers a thread.
         instructions: instructions an edge, all channels of the lane.
         multiply_adds: of those, the arithmetic.
+        slots: cycles in which the warp keeps a scheduler or its arithmetic busy. A float64 multiply-add takes two.
+        stream_bytes: bytes an edge that come from or go to memory: w and its gradients.
+        cached_bytes: bytes an edge that the L2 serves: x, and the sums of its gradients.
     """
 
     registers: int
     instructions: int
     multiply_adds: int
+    slots: int
+    stream_bytes: int
+    cached_bytes: int
 
 
 def estimate(paths: tuple[Path, ...], factors: Factors, channels: int, itemsize: int) -> RoleCost:
@@ -145,13 +155,75 @@ def estimate(paths: tuple[Path, ...], factors: Factors, channels: int, itemsize:
         + c * min(factors.scaled + factors.contractions, 6)
         + 8 * max(n["y"], 1)
     )
+    weighted = sum(path.weight_offset is not None for path in paths)
     multiply_adds = 0
-    other = BASE_INSTRUCTIONS + x_dim * c * (n["x"] + n["X"])
-    for shape, path in zip(shapes, paths, strict=True):
+    other = BASE_INSTRUCTIONS + x_dim * (n["x"] + c * n["X"]) + weighted * (n["w"] + n["W"])
+    for shape in shapes:
         multiply_adds += shape.pairs * c * (factors.z_sums + factors.contractions + factors.y_sums)
         multiply_adds += shape.rows * c * (factors.x_terms + factors.w_terms + factors.scaled)
         multiply_adds += shape.nonzeros * n["Y"]
-        other += c * (n["w"] + n["W"]) * (path.weight_offset is not None)
-        other += -(-shape.distinct // 4) * n["y"] * (1 if itemsize == 4 else 2)
-    other += 3 * y_dim * n["Y"] * (1 if itemsize == 4 else 2)
-    return RoleCost(BASE_REGISTERS + values * itemsize // 4, multiply_adds + other, multiply_adds)
+        other += -(-shape.distinct // 4) * n["y"] * itemsize // 4
+    # Copies: 16 bytes a lane.
+    other += -(-(weighted * n["w"] + x_dim * n["x"]) * c * itemsize // 16)
+    # Making M: each entry is about two multiply-adds, for 32 edges at a time.
+    other += sum(shape.distinct for shape in shapes) * n["y"] // 12
+    # The sum over lanes: write, read and add each component.
+    other += (10 + y_dim * 5 // 2) * n["Y"] * itemsize // 4
+    lanes = 32 * c * itemsize
+    return RoleCost(
+        registers=BASE_REGISTERS + values * itemsize // 4,
+        instructions=multiply_adds + other,
+        multiply_adds=multiply_adds,
+        slots=other + multiply_adds * itemsize // 4,
+        stream_bytes=weighted * (n["w"] + n["W"]) * lanes,
+        cached_bytes=x_dim * (n["x"] + n["X"]) * lanes,
+    )
+
+
+# One H200: 132 multiprocessors at 1.755 GHz; a copy moves 4.3 TB/s, the L2 serves about 5.2 TB/s.
+STREAM_BYTES_A_CYCLE = 18.6
+CACHED_BYTES_A_CYCLE = 22.4
+# What the start of a launch and its ragged end cost, spread over 56,000 edges: 5 us.
+LAUNCH_CYCLES = 20.0
+# How often a scheduler issues: a warp could about every third cycle, and reads of registers limit them all.
+_WARP_RATE = 0.29
+_MOST_RATE = 0.74
+# Loop code that runs free; 34 KB more cost half the speed (56 KB 1.5x, 100 KB 3x, by a prototype).
+_FREE_CODE = 20 * 1024
+_CODE_HALF = 34 * 1024
+INSTRUCTION_BYTES = 16
+
+
+@dataclass(frozen=True)
+class LaunchTime:
+    """Expected time of a launch, in cycles an edge.
+
+    Attributes:
+        issue: if issue slots alone limited it.
+        memory: if bytes alone limited it.
+        total: both, which overlap but not fully, and the start.
+    """
+
+    issue: float
+    memory: float
+    total: float
+
+
+def launch_time(teams: tuple[tuple[RoleCost, int, int], ...]) -> LaunchTime:
+    """Expected time of a launch.
+
+    Args:
+        teams: for each role its cost, the warps of a team, and the teams of a block.
+
+    Returns:
+        The time. Teams of unequal load leave warps idle at the end: what counts is how many are busy on average.
+    """
+    slots = sum(cost.slots * chunks for cost, chunks, _ in teams)
+    busy = slots / max(cost.slots / streams for cost, _, streams in teams)
+    rate = 4 * min(_MOST_RATE, 1 - (1 - _WARP_RATE) ** (busy / 4))
+    code = sum(cost.instructions for cost, _, _ in teams) * INSTRUCTION_BYTES
+    issue = slots / rate * (1 + 0.5 * max(0, code - _FREE_CODE) / _CODE_HALF)
+    stream = sum(cost.stream_bytes * chunks for cost, chunks, _ in teams)
+    cached = stream + sum(cost.cached_bytes * chunks for cost, chunks, _ in teams)
+    memory = max(stream / STREAM_BYTES_A_CYCLE, cached / CACHED_BYTES_A_CYCLE)
+    return LaunchTime(issue, memory, (issue**4 + memory**4) ** 0.25 + LAUNCH_CYCLES)

@@ -9,7 +9,7 @@ from jaxcg._terms import TermSet
 from jaxcg.schedule.cost import distinct_columns
 
 if TYPE_CHECKING:
-    from jaxcg.schedule.choose import Launch, Role
+    from jaxcg.schedule.plan import Launch, Role
 
 
 def table_stride(coupling: Coupling, role: "Role") -> int:
@@ -23,10 +23,34 @@ def table_elements(coupling: Coupling, terms: TermSet, role: "Role", batch: int)
     return terms.operands.count("y") * batch * table_stride(coupling, role)
 
 
-def sum_elements(coupling: Coupling, terms: TermSet, warps: int, batch: int) -> int:
-    """Partial sums of y gradients: a row for each warp and edge of a batch."""
-    outputs = sum(out.slot == "y" for out in terms.outputs)
-    return -(-outputs * warps * batch * coupling.dim_in2 // 4) * 4
+# Components of a y gradient that go through shared memory at once; fewer than this go by shuffles.
+LANE_SUMS = (32, 16, 8)
+
+
+def group_components(count: int) -> list[int]:
+    """Sizes of the groups in which a warp sums `count` values over its lanes: powers of two, the last one padded.
+
+    >>> group_components(16), group_components(36), group_components(5), group_components(3)
+    ([16], [32, 4], [8], [4])
+    """
+    groups = [32] * (count // 32)
+    if count % 32:
+        groups.append(1 << (count % 32 - 1).bit_length())
+    return groups
+
+
+def y_components(coupling: Coupling, role: "Role") -> tuple[int, ...]:
+    """Components of a row of y that the paths of a role read."""
+    paths = [coupling.paths[p] for p in role.paths]
+    return tuple(sorted({path.in2_offset + j for path in paths for j in range(2 * path.l2 + 1)}))
+
+
+def sum_elements(coupling: Coupling, terms: TermSet, role: "Role") -> int:
+    """Room for one warp to sum a y gradient over its lanes: see `sum_lanes` of the prelude."""
+    if all(out.slot != "y" for out in terms.outputs):
+        return 0
+    groups = [size for size in group_components(len(y_components(coupling, role))) if size in LANE_SUMS]
+    return 32 * (max(groups) + 5) if groups else 0
 
 
 def stage_elements(coupling: Coupling, terms: TermSet, role: "Role") -> int:
@@ -76,33 +100,40 @@ class SharedPlan:
     """Where the parts lie, in elements from the start of the block's shared memory.
 
     Attributes:
-        tables: M of each role.
-        sums: partial sums of y gradients.
+        tables: M of each role's first team; those of its other teams follow.
+        table_sizes: elements of the M of one team of each role.
+        sums: where each role's first warp sums y gradients over its lanes; the places of its other warps follow.
+        sum_sizes: elements of one such place.
         rings: the stages of each role's first warp; those of its other warps follow.
-        stages: elements of one stage of each role.
+        stage_sizes: elements of one stage of each role.
         total: all of it.
     """
 
     tables: tuple[int, ...]
-    sums: int
+    table_sizes: tuple[int, ...]
+    sums: tuple[int, ...]
+    sum_sizes: tuple[int, ...]
     rings: tuple[int, ...]
-    stages: tuple[int, ...]
+    stage_sizes: tuple[int, ...]
     total: int
 
 
 def plan_shared(coupling: Coupling, terms: TermSet, launch: "Launch") -> SharedPlan:
     """Lay out the shared memory of a launch."""
     at = 0
+    table_sizes = tuple(table_elements(coupling, terms, role, launch.batch) for role in launch.roles)
+    sum_sizes = tuple(sum_elements(coupling, terms, role) for role in launch.roles)
+    stage_sizes = tuple(stage_elements(coupling, terms, role) for role in launch.roles)
     tables: list[int] = []
-    for role in launch.roles:
+    for role, size in zip(launch.roles, table_sizes, strict=True):
         tables.append(at)
-        at += table_elements(coupling, terms, role, launch.batch)
-    sums = at
-    at += sum_elements(coupling, terms, launch.warps, launch.batch)
+        at += role.streams * size
+    sums: list[int] = []
+    for role, size in zip(launch.roles, sum_sizes, strict=True):
+        sums.append(at)
+        at += role.warps * size
     rings: list[int] = []
-    stages: list[int] = []
-    for role in launch.roles:
+    for role, size in zip(launch.roles, stage_sizes, strict=True):
         rings.append(at)
-        stages.append(stage_elements(coupling, terms, role))
-        at += role.chunks * launch.stages * stages[-1]
-    return SharedPlan(tuple(tables), sums, tuple(rings), tuple(stages), at)
+        at += role.warps * launch.stages * size
+    return SharedPlan(tuple(tables), table_sizes, tuple(sums), sum_sizes, tuple(rings), stage_sizes, at)

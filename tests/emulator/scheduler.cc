@@ -69,6 +69,13 @@ struct Warp {
   char order[kLanes][2];           // Addresses that stand for the memory order of __syncwarp.
 };
 
+// A named barrier: who waits there, and addresses that stand for its memory order.
+struct Named {
+  std::vector<Thread*> waiting;
+  unsigned meetings = 0;
+  char order[2];
+};
+
 struct Block {
   std::vector<Thread> threads;
   std::vector<int> turn;
@@ -76,6 +83,7 @@ struct Block {
   size_t at_barrier = 0;
   unsigned meetings = 0;
   char order[2];  // The same for __syncthreads. Two, so that a thread ahead does not lend its order to one behind.
+  Named named[16];
 };
 
 const Launch* launch;
@@ -188,6 +196,7 @@ void run_block(char* stacks) {
   block.threads.assign(count, Thread());
   block.warps.assign((count + kLanes - 1) / kLanes, Warp());
   block.at_barrier = 0;
+  for (Named& named : block.named) named.waiting.clear();
   block.turn = permute(launch->threads, launch->seed + 1 + block_index.x);
   for (size_t place = 0; place < count; ++place) block.threads[block.turn[place]].place = static_cast<int>(place);
   for (size_t number = 0; number < count; ++number) {
@@ -254,6 +263,32 @@ void sync_threads(int line) {
     for (Thread& thread : block.threads) thread.state = State::ready;
     block.at_barrier = 0;
     ++block.meetings;
+  }
+  acquire_order(order);
+}
+
+void sync_some(int name, int threads, int line) {
+  if (name < 1 || name > 15 || threads < 1 || threads % kLanes != 0) {
+    stop("named barrier " + std::to_string(name) + " of " + std::to_string(threads) +
+         " threads: names are 1 to 15, threads whole warps");
+  }
+  Thread* self = current;
+  self->operation = Operation::barrier;
+  self->line = line;
+  Named& named = block.named[name];
+  char* order = &named.order[named.meetings % 2];
+  release_order(order);
+  self->state = State::waiting;
+  named.waiting.push_back(self);
+  if (named.waiting.size() < static_cast<size_t>(threads)) {
+    wait();
+  } else {
+    for (Thread* thread : named.waiting) {
+      if (thread->line != line) stop(describe_deadlock());
+      thread->state = State::ready;
+    }
+    named.waiting.clear();
+    ++named.meetings;
   }
   acquire_order(order);
 }

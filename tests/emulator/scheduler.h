@@ -18,6 +18,9 @@ enum class Operation { barrier, warp_barrier, shuffle, shuffle_xor, shuffle_up, 
 // Meets all threads of the block. `line` is the line of the kernel text: two __syncthreads() are two barriers.
 void sync_threads(int line);
 
+// Meets `threads` threads at the named barrier `name`, 1 to 15: whole warps of the block, the same ones each time.
+void sync_some(int name, int threads, int line = __builtin_LINE());
+
 // Meets the lanes of `mask`. Returns the value that `source` brought along, or for a ballot the lanes whose value is
 // not 0.
 unsigned long long meet_warp(Operation operation, unsigned mask, unsigned long long value, int source, int line);

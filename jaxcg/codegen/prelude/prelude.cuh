@@ -34,26 +34,26 @@ __device__ __forceinline__ void store_quad(double* p, double a, double b, double
   *reinterpret_cast<double2*>(p + 2) = make_double2(c, d);
 }
 
-// Roles of one block meet here from different places in the code, which __syncthreads does not promise to allow;
-// the unaligned PTX barrier does.
-__device__ __forceinline__ void block_barrier() {
+// The warps of one team meet, the other teams of the block go on. The unaligned PTX barrier, since teams come here from
+// different places in the code. Barrier 0 is left to the block.
+__device__ __forceinline__ void team_barrier(int team, int threads) {
 #ifdef __CUDA_ARCH__
-  asm volatile("barrier.sync 0;" ::: "memory");
+  asm volatile("barrier.sync %0, %1;" ::"r"(team + 1), "r"(threads) : "memory");
 #else
-  __syncthreads();
+  host::sync_some(team + 1, threads);
 #endif
 }
 
-// The warps of one role meet, the other roles of the block go on. (On the host all roles meet: each has the same
-// number of barriers a batch.)
-__device__ __forceinline__ void role_barrier(int role, int threads) {
+// Where asynchronous copies go: an address within shared memory, of 32 bits on the device.
 #ifdef __CUDA_ARCH__
-  asm volatile("barrier.sync %0, %1;" ::"r"(role + 1), "r"(threads) : "memory");
-#else
-  (void)role, (void)threads;
-  __syncthreads();
-#endif
+typedef unsigned SharedAddress;
+__device__ __forceinline__ SharedAddress shared_address(const void* p) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
+#else
+typedef unsigned char* SharedAddress;
+inline SharedAddress shared_address(void* p) { return static_cast<unsigned char*>(p); }
+#endif
 
 template <class T, int C>
 __device__ __forceinline__ Lanes<T, C> zeros() {
@@ -151,14 +151,16 @@ __device__ __forceinline__ void move_run(T* global, const T* shared, int count, 
 // when it is waited for, so that a missing wait shows.
 struct CopyQueue {
 #ifdef __CUDA_ARCH__
-  template <int BYTES>
-  __device__ __forceinline__ void copy(void* shared, const void* global, bool exists) {
-    const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  template <int BYTES, int TO, int FROM>
+  __device__ __forceinline__ void copy(SharedAddress to, const void* from, bool exists) {
     const int bytes = exists ? BYTES : 0;  // the rest is filled with zeros
     if constexpr (BYTES == 16)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
+      asm volatile("cp.async.cg.shared.global [%0 + %3], [%1 + %4], 16, %2;" ::"r"(to), "l"(from), "r"(bytes), "n"(TO),
+                   "n"(FROM)
+                   : "memory");
     else
-      asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(to), "l"(global), "r"(bytes), "n"(BYTES)
+      asm volatile("cp.async.ca.shared.global [%0 + %3], [%1 + %4], %5, %2;" ::"r"(to), "l"(from), "r"(bytes), "n"(TO),
+                   "n"(FROM), "n"(BYTES)
                    : "memory");
   }
   __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -174,10 +176,9 @@ struct CopyQueue {
   };
   Copy pending[512];
   int count = 0, group = 0;
-  template <int BYTES>
-  void copy(void* shared, const void* global, bool exists) {
-    pending[count++] =
-        Copy{static_cast<unsigned char*>(shared), static_cast<const unsigned char*>(global), BYTES, exists, group};
+  template <int BYTES, int TO, int FROM>
+  void copy(SharedAddress to, const void* from, bool exists) {
+    pending[count++] = Copy{to + TO, static_cast<const unsigned char*>(from) + FROM, BYTES, exists, group};
   }
   void commit() { ++group; }
   template <int N>
@@ -247,6 +248,33 @@ __device__ __forceinline__ T transpose_sum(T (&v)[N], int lane) {
     }
     return transpose_sum<N / 2, MASK / 2>(half, lane);
   }
+}
+
+// The same for 8, 16 or 32 values through shared memory, which costs a third less: each lane writes a row of N values
+// and then adds up a column, or a part of one. Rows are N + 4 elements apart and parts N % 32 more, so that lanes hit
+// different banks. Lane j < N ends with value j; `place` holds 32 * (N + 5) elements of this warp's own.
+template <int N, class T>
+__device__ __forceinline__ T sum_lanes(T* place, const T (&v)[N], int lane) {
+  constexpr int ROW = N + 4, PART = N * ROW + N % 32;
+  T* const row = place + lane / N * PART + lane % N * ROW;
+#pragma unroll
+  for (int q = 0; q < N; q += 4) store_quad(row + q, v[q], v[q + 1], v[q + 2], v[q + 3]);
+  __syncwarp();
+  const T* const column = place + lane / N * PART + lane % N;
+  T sum[2] = {T(0), T(0)};
+#pragma unroll
+  for (int r = 0; r < N; ++r) sum[r % 2] += column[r * ROW];
+  T total = sum[0] + sum[1];
+#pragma unroll
+  for (int mask = N; mask < 32; mask *= 2) total += __shfl_xor_sync(0xffffffffu, total, mask);
+  return total;
+}
+
+template <class T, int N>
+__device__ __forceinline__ void add_pack(Pack<T, N>& sum, const T* p) {
+  const Pack<T, N> q = *reinterpret_cast<const Pack<T, N>*>(p);
+#pragma unroll
+  for (int t = 0; t < N; ++t) sum.v[t] += q.v[t];
 }
 
 }  // namespace jaxcg
