@@ -39,8 +39,8 @@ std::string FindLaunchFault(const Launch& launch, size_t index) {
 }  // namespace
 
 Launch Call::launch(size_t index) const {
-  const int64_t* record = launches.begin() + 4 * index;
-  return Launch{record[0], record[1], record[2], record[3] != 0};
+  const int64_t* record = launches.begin() + 5 * index;
+  return Launch{record[0], record[1], record[2], record[3] != 0, record[4] != 0};
 }
 
 ffi::ErrorOr<Call> Read(const ffi::Dictionary& attributes) {
@@ -86,8 +86,8 @@ std::string FindFault(const Call& call) {
     return "image_sizes must add up to the " + std::to_string(call.images.size()) + " bytes of images, " +
            std::to_string(left) + " bytes are left over";
   }
-  if (call.launches.size() == 0 || call.launches.size() % 4 != 0) {
-    return "launches must hold 4 integers per launch and at least one launch, got " +
+  if (call.launches.size() == 0 || call.launches.size() % 5 != 0) {
+    return "launches must hold 5 integers per launch and at least one launch, got " +
            std::to_string(call.launches.size()) + " integers";
   }
   if (call.num_launches() > kMaxLaunches) {
@@ -101,9 +101,13 @@ std::string FindFault(const Call& call) {
   }
   for (size_t index = 0; index < names.size(); ++index) {
     if (names[index].empty()) return "launch " + std::to_string(index) + ": its kernel has an empty name";
-    const int64_t persistent = call.launches[4 * index + 3];
+    const int64_t persistent = call.launches[5 * index + 3];
     if (persistent != 0 && persistent != 1) {
       return "launch " + std::to_string(index) + ": persistent must be 0 or 1, got " + Text(persistent);
+    }
+    const int64_t early = call.launches[5 * index + 4];
+    if (early != 0 && (early != 1 || index == 0)) {
+      return "launch " + std::to_string(index) + ": early must be 0 or 1, and 0 for the first, got " + Text(early);
     }
     const std::string fault = FindLaunchFault(call.launch(index), index);
     if (!fault.empty()) return fault;

@@ -16,12 +16,13 @@ constexpr size_t kMaxLaunches = 512;
 // The driver's limit for a kernel's parameters before CUDA 12.1; a call of ours uses a tenth of it.
 constexpr size_t kMaxArgumentBytes = 4096;
 
-// One kernel launch: a record of four in the attribute `launches`.
+// One kernel launch: a record of five in the attribute `launches`.
 struct Launch {
   int64_t threads;
   int64_t dynamic_shared_bytes;
   int64_t max_blocks;  // 0: nothing to do, the launch is left out.
-  bool persistent;     // The grid is no larger than what is resident at once.
+  bool persistent;     // At most one block a multiprocessor.
+  bool early;          // Blocks may start before the launch before has ended: the kernel waits for it by itself.
 };
 
 // Views into the attributes; they live as long as the call frame that holds them.
@@ -36,7 +37,7 @@ struct Call {
   Integers zeroed{nullptr, 0};
   std::string_view problem;
 
-  size_t num_launches() const { return launches.size() / 4; }
+  size_t num_launches() const { return launches.size() / 5; }
   Launch launch(size_t index) const;
 };
 

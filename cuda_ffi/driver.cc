@@ -43,7 +43,7 @@ Loaded Load() {
   Find(library, "cuOccupancyMaxActiveBlocksPerMultiprocessor", api.cuOccupancyMaxActiveBlocksPerMultiprocessor,
        problem);
   Find(library, "cuMemsetD8Async", api.cuMemsetD8Async, problem);
-  Find(library, "cuLaunchKernel", api.cuLaunchKernel, problem);
+  Find(library, "cuLaunchKernelEx", api.cuLaunchKernelEx, problem);
   std::string optional;
   Find(library, "cuKernelGetParamInfo", api.cuKernelGetParamInfo, optional);
   return loaded;

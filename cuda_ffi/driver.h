@@ -19,10 +19,31 @@ using Stream = struct StreamHandle*;
 
 constexpr Result kSuccess = 0;
 constexpr int kMultiprocessorCount = 16;      // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+constexpr int kComputeCapabilityMajor = 75;   // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 constexpr int kMaxSharedPerBlockOptIn = 97;   // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 constexpr int kFunctionSharedBytes = 1;       // CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 constexpr int kFunctionRegisters = 4;         // CU_FUNC_ATTRIBUTE_NUM_REGS
 constexpr int kFunctionMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+constexpr int kProgrammaticStreamSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+struct LaunchAttribute {
+  int id;
+  char padding[4];
+  union {
+    char bytes[64];
+    int allowed;
+  } value;
+};
+
+struct LaunchConfig {
+  unsigned grid_x, grid_y, grid_z;
+  unsigned block_x, block_y, block_z;
+  unsigned dynamic_shared_bytes;
+  Stream stream;
+  LaunchAttribute* attributes;
+  unsigned num_attributes;
+};
 
 struct Api {
   Result (*cuGetErrorName)(Result error, const char** name);
@@ -40,9 +61,7 @@ struct Api {
   Result (*cuOccupancyMaxActiveBlocksPerMultiprocessor)(int* blocks, Kernel kernel, int threads,
                                                         size_t dynamic_shared_bytes);
   Result (*cuMemsetD8Async)(DevicePointer destination, unsigned char value, size_t bytes, Stream stream);
-  Result (*cuLaunchKernel)(Kernel kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                           unsigned block_y, unsigned block_z, unsigned dynamic_shared_bytes, Stream stream,
-                           void** parameters, void** extra);
+  Result (*cuLaunchKernelEx)(const LaunchConfig* config, Kernel kernel, void** parameters, void** extra);
   // Null before CUDA 12.4.
   Result (*cuKernelGetParamInfo)(Kernel kernel, size_t index, size_t* offset, size_t* size);
 };

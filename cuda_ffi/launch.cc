@@ -24,7 +24,8 @@ struct Prepared {
   size_t index;  // Which kernel of the program.
   int64_t threads;
   int64_t dynamic_shared_bytes;
-  int64_t resident_blocks;  // On the whole device.
+  int64_t multiprocessors;
+  bool starts_early;  // Whether the device lets a launch start before the one before it has ended.
 };
 
 // A loaded image. The library does not belong to a context, so one serves every device of its architecture.
@@ -166,14 +167,23 @@ ffi::Error Prepare(const driver::Api& api, const Call& call, Program& program, d
   int multiprocessors = 0;
   result = api.cuDeviceGetAttribute(&multiprocessors, driver::kMultiprocessorCount, device);
   if (result != driver::kSuccess) return fail("cuDeviceGetAttribute", result);
-  program.prepared.push_back(Prepared{device, index, launch.threads, launch.dynamic_shared_bytes,
-                                      static_cast<int64_t>(blocks) * multiprocessors});
+  int major = 0;
+  result = api.cuDeviceGetAttribute(&major, driver::kComputeCapabilityMajor, device);
+  if (result != driver::kSuccess) return fail("cuDeviceGetAttribute", result);
+  program.prepared.push_back(
+      Prepared{device, index, launch.threads, launch.dynamic_shared_bytes, multiprocessors, major >= 9});
   return ffi::Error::Success();
 }
 
-// Grid size of each launch on the current device, preparing what was not prepared before.
-ffi::Error FindGrids(const driver::Api& api, const Call& call, Program& program,
-                     std::array<int64_t, kMaxLaunches>& grids) {
+// How a launch goes on the current device.
+struct Grid {
+  int64_t blocks;
+  bool early;
+};
+using Grids = std::array<Grid, kMaxLaunches>;
+
+// Grid of each launch on the current device, preparing what was not prepared before.
+ffi::Error FindGrids(const driver::Api& api, const Call& call, Program& program, Grids& grids) {
   driver::Device device = 0;
   const driver::Result result = api.cuCtxGetDevice(&device);
   if (result != driver::kSuccess) return Failure(call, driver::Describe(api, "cuCtxGetDevice", result));
@@ -184,14 +194,15 @@ ffi::Error FindGrids(const driver::Api& api, const Call& call, Program& program,
       std::shared_lock lock(Table::Get().mutex);
       for (size_t index = 0; index < call.num_launches(); ++index) {
         const Launch launch = call.launch(index);
-        grids[index] = launch.max_blocks;
+        grids[index] = Grid{launch.max_blocks, false};
         if (launch.max_blocks == 0) continue;
         const Prepared* prepared = program.Find(device, index, launch);
         if (prepared == nullptr) {
           missing = index;
           break;
         }
-        if (launch.persistent) grids[index] = std::min(launch.max_blocks, prepared->resident_blocks);
+        if (launch.persistent) grids[index].blocks = std::min(launch.max_blocks, prepared->multiprocessors);
+        grids[index].early = launch.early && prepared->starts_early;
       }
     }
     if (missing == kMaxLaunches) return ffi::Error::Success();
@@ -267,7 +278,7 @@ ffi::Error Initialize(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary at
   Program* program = nullptr;
   ffi::Error error = Resolve(*read, api, program);
   if (error.failure()) return error;
-  std::array<int64_t, kMaxLaunches> grids;
+  Grids grids;
   return FindGrids(*api, *read, *program, grids);
 }
 
@@ -315,7 +326,7 @@ ffi::Error Execute(driver::Stream stream, ffi::RemainingArgs operands, ffi::Rema
     }
   }
 
-  std::array<int64_t, kMaxLaunches> grids;
+  Grids grids;
   error = FindGrids(*api, call, *program, grids);
   if (error.failure()) return error;
   for (int64_t which : call.zeroed) {
@@ -330,15 +341,30 @@ ffi::Error Execute(driver::Stream stream, ffi::RemainingArgs operands, ffi::Rema
     if (result != driver::kSuccess) return Failure(call, driver::Describe(*api, "cuMemsetD8Async", result));
   }
   void* parameters[] = {words.data()};
+  bool launched = false;
   for (size_t index = 0; index < call.num_launches(); ++index) {
-    if (grids[index] == 0) continue;
+    const Grid grid = grids[index];
+    if (grid.blocks == 0) continue;
     const Launch launch = call.launch(index);
-    const driver::Result result = api->cuLaunchKernel(
-        program->kernels[index], static_cast<unsigned>(grids[index]), 1, 1, static_cast<unsigned>(launch.threads), 1, 1,
-        static_cast<unsigned>(launch.dynamic_shared_bytes), stream, parameters, nullptr);
+    driver::LaunchAttribute early{driver::kProgrammaticStreamSerialization, {}, {}};
+    early.value.allowed = 1;
+    // What may be ahead of an early launch is the call's own launch before it, never another program's.
+    const unsigned num_attributes = grid.early && launched ? 1 : 0;
+    const driver::LaunchConfig config{static_cast<unsigned>(grid.blocks),
+                                      1,
+                                      1,
+                                      static_cast<unsigned>(launch.threads),
+                                      1,
+                                      1,
+                                      static_cast<unsigned>(launch.dynamic_shared_bytes),
+                                      stream,
+                                      &early,
+                                      num_attributes};
+    const driver::Result result = api->cuLaunchKernelEx(&config, program->kernels[index], parameters, nullptr);
+    launched = true;
     if (result != driver::kSuccess) {
       return Failure(
-          call, "kernel " + SplitNames(call.names)[index] + ": " + driver::Describe(*api, "cuLaunchKernel", result));
+          call, "kernel " + SplitNames(call.names)[index] + ": " + driver::Describe(*api, "cuLaunchKernelEx", result));
     }
   }
   return ffi::Error::Success();

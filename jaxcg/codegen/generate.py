@@ -8,7 +8,7 @@ from typing import Literal
 
 from jaxcg._coupling import Coupling
 from jaxcg._terms import TermSet
-from jaxcg.codegen.kernel import fix_up_parts, render_fix_up, render_kernel
+from jaxcg.codegen.kernel import FIX_UP_TEAMS, fix_up_parts, render_fix_up, render_kernel
 from jaxcg.codegen.lower import LoweredRole, lower_role
 from jaxcg.codegen.problem import Problem
 from jaxcg.codegen.render import Number
@@ -27,7 +27,7 @@ class KernelLaunch:
         threads: threads a block.
         shared_bytes: dynamic shared memory.
         grid: what its blocks are for. "resident": as many as the device holds at once, at most one for each team that
-            there can be. "teams": `size` blocks for each such team. "rows": one for each `size` rows.
+            there can be. "teams": `size` blocks for each few such teams. "rows": one for each `size` rows.
         size: see `grid`.
     """
 
@@ -74,7 +74,9 @@ class KernelSource:
         """Most blocks of a launch of a call of this many rows."""
         if launch.grid == "rows":
             return -(-rows // launch.size)
-        return launch.size * self.teams(rows) if launch.grid == "teams" else min(self.max_blocks, self.teams(rows))
+        if launch.grid == "teams":
+            return launch.size * -(-self.teams(rows) // FIX_UP_TEAMS)
+        return min(self.max_blocks, self.teams(rows))
 
 
 @cache
@@ -122,7 +124,7 @@ def generate(
     if problem.has_scratch:
         name = f"jaxcg_{len(launches)}_fix_up"
         body += [*render_fix_up(problem, schedule, columns, name), ""]
-        launches.append(KernelLaunch(name, 256, 0, "teams", fix_up_parts(coupling.dim_out)))
+        launches.append(KernelLaunch(name, 256, 0, "teams", len(columns) * fix_up_parts(columns)))
     if problem.has_shares:
         name = f"jaxcg_{len(launches)}_sum_y"
         body += render_share_sum(problem, held, name)

@@ -231,14 +231,19 @@ def _render_range(context: RoleContext) -> list[str]:
         f"const int most = edges < {TEAM_EDGES} ? 1 : edges / {TEAM_EDGES};",
         f"const int teams = {streams} < most ? {streams} : most, team = {number};",
         "if (team >= teams) return;",
-        "const int first = static_cast<int>(args.sizes[0] * team / teams);",
-        "const int last = static_cast<int>(args.sizes[0] * (team + 1) / teams);",
+        f"{'int' if problem.has_scratch else 'const int'} first = static_cast<int>(args.sizes[0] * team / teams);",
+        f"{'int' if problem.has_scratch else 'const int'} last = static_cast<int>(args.sizes[0] * (team + 1) / teams);",
     ]
     if not problem.has_scratch:
         return lines
     receivers = problem.index("receivers")
     receiver = lambda place: f"{receivers}[{problem.edge_at(place)}]"  # noqa: E731
     lines += [
+        # A boundary that falls on the start of a row cuts no receiver, so it moves there if that is not far.
+        "const int reach = edges / teams / 8 < 32 ? edges / teams / 8 : 32;",
+        f"const auto receiver_of = [&](int n) {{ return {receiver('n')}; }};",
+        "first = near_row_start(receiver_of, first, edges, reach, lane);",
+        "last = near_row_start(receiver_of, last, edges, reach, lane);",
         f"int written = first > 0 ? {receiver('first - 1')} : edges > 0 ? {receiver('0')} - 1 : -1;",
         f"bool continued = first > 0 && written == {receiver('first')};",
     ]

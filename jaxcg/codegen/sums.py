@@ -86,6 +86,8 @@ def render_share_sum(problem: Problem, shares: list[tuple[int, ...]], name: str)
     present = f"{problem.index('senders')}[edge] >= 0" if problem.indexed else "true"
     lines = [
         f'extern "C" __global__ void __launch_bounds__(256) {name}(const Args args) {{',
+        "  release_next_launch();",
+        "  await_last_launch();",
         f"  const long long first = {SUM_EDGES}ll * blockIdx.x;",
         f"  const int count = args.sizes[0] - first < {SUM_EDGES} ? static_cast<int>(args.sizes[0] - first) : "
         f"{SUM_EDGES};",

@@ -31,7 +31,9 @@ class Launch:
         threads: threads per block, at most 1024.
         shared_bytes: dynamic shared memory per block.
         max_blocks: blocks of the grid; 0 leaves the launch out.
-        persistent: the grid is no larger than what the device holds at once (each block then loops).
+        persistent: the grid is no larger than one block a multiprocessor (each block then loops).
+        early: the kernel may start before the one before it has ended, and waits for it by itself (sm_90 and later;
+            elsewhere it starts afterwards). Not for the first.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Launch:
     shared_bytes: int
     max_blocks: int
     persistent: bool
+    early: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.threads <= 1024:
@@ -73,14 +76,16 @@ def call_attributes(
 
     >>> attributes = call_attributes([b"code"], "0" * 64, [Launch("f", 128, 0, 10, False)], [3], [], "a product")
     >>> attributes["launches"].tolist(), attributes["image_sizes"].tolist(), attributes["names"]
-    ([128, 0, 10, 0], [4], 'f')
+    ([128, 0, 10, 0, 0], [4], 'f')
     """
     blobs = [image.image if isinstance(image, CompiledImage) else image for image in images]
     names = "\n".join(launch.name for launch in launches)
     records = [
         number
         for launch in launches
-        for number in (launch.threads, launch.shared_bytes, launch.max_blocks, int(launch.persistent))
+        for number in (
+            launch.threads, launch.shared_bytes, launch.max_blocks, int(launch.persistent), int(launch.early)
+        )
     ]
     return {
         "digest": _digest(digest.encode(), names.encode(), *blobs),

@@ -114,8 +114,8 @@ def custom_call(call: Call, terms: TermSet, compiler: Compiler) -> Callable[...,
         if source.shares:
             results.append(jax.ShapeDtypeStruct((source.shares, rows, coupling.dim_in2), dtype))
         launches = [
-            ffi.Launch(one.name, one.threads, one.shared_bytes, source.grid(one, rows), one.grid == "resident")
-            for one in source.launches
+            ffi.Launch(one.name, one.threads, one.shared_bytes, source.grid(one, rows), one.grid == "resident", n > 0)
+            for n, one in enumerate(source.launches)
         ]
         attributes = ffi.call_attributes(
             compiler.compile(source),

@@ -24,7 +24,8 @@ class Launch:
         threads: of one block.
         shared_bytes: of dynamic shared memory.
         max_blocks: grid size, or its bound if persistent. 0: left out.
-        persistent: the grid is no larger than what is resident at once.
+        persistent: the grid is no larger than one block a multiprocessor.
+        early: may start before the launch before it has ended (here it never does).
     """
 
     name: str
@@ -32,10 +33,11 @@ class Launch:
     shared_bytes: int = 0
     max_blocks: int = 1
     persistent: bool = False
+    early: bool = False
 
     def record(self) -> list[int]:
-        """The four integers of the attribute."""
-        return [self.threads, self.shared_bytes, self.max_blocks, int(self.persistent)]
+        """The five integers of the attribute."""
+        return [self.threads, self.shared_bytes, self.max_blocks, int(self.persistent), int(self.early)]
 
 
 @dataclass(frozen=True)

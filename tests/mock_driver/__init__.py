@@ -22,8 +22,8 @@ class MockDriver:
         library.mock_take_log.restype = ctypes.c_char_p
 
     def reset(self) -> None:
-        """A device of 10 multiprocessors that hold 2 blocks each, which does not tell the size of arguments."""
-        for name, value in {"occupancy": 2, "multiprocessors": 10, "device": 0, "argument_bytes": 0}.items():
+        """A device of compute capability 9 with 10 multiprocessors, which does not tell the size of arguments."""
+        for name, value in {"occupancy": 2, "multiprocessors": 10, "major": 9, "device": 0, "argument_bytes": 0}.items():
             self.set(name, value)
         self.fail("")
         self.take_log()

@@ -33,7 +33,7 @@ using jaxcg::driver::Result;
 struct Mock {
   std::mutex mutex;
   std::string log;
-  std::map<std::string, int> values;  // occupancy, multiprocessors, device, argument_bytes.
+  std::map<std::string, int> values;  // occupancy, multiprocessors, major, device, argument_bytes.
   std::string failing;                // Name of the function that fails.
 
   Result Record(const std::string& function, const std::string& line) {
@@ -67,7 +67,16 @@ const jaxcg::driver::Api kApi = [] {
     return 0;
   };
   api.cuDeviceGetAttribute = [](int* value, int attribute, int) {
-    *value = attribute == jaxcg::driver::kMultiprocessorCount ? mock().Value("multiprocessors") : 232448;
+    switch (attribute) {
+      case jaxcg::driver::kMultiprocessorCount:
+        *value = mock().Value("multiprocessors");
+        break;
+      case jaxcg::driver::kComputeCapabilityMajor:
+        *value = mock().Value("major");
+        break;
+      default:
+        *value = 232448;
+    }
     return 0;
   };
   api.cuLibraryLoadData = [](Library* library, const void* code, int*, void**, unsigned, int*, void**, unsigned) {
@@ -105,8 +114,7 @@ const jaxcg::driver::Api kApi = [] {
     return mock().Record("cuMemsetD8Async",
                          std::to_string(bytes) + " stream " + std::to_string(reinterpret_cast<size_t>(stream)));
   };
-  api.cuLaunchKernel = [](Kernel kernel, unsigned grid, unsigned grid_y, unsigned grid_z, unsigned threads, unsigned,
-                          unsigned, unsigned shared, jaxcg::driver::Stream stream, void** parameters, void**) {
+  api.cuLaunchKernelEx = [](const jaxcg::driver::LaunchConfig* config, Kernel kernel, void** parameters, void**) {
     const auto* words = static_cast<const unsigned long long*>(parameters[0]);
     if (kernel->name == "add_bytes") {
       // Args {source, destination, bytes}.
@@ -114,10 +122,12 @@ const jaxcg::driver::Api kApi = [] {
       const auto* source = reinterpret_cast<const unsigned char*>(words[0]);
       for (size_t index = 0; index < words[2]; ++index) destination[index] += source[index];
     }
-    return mock().Record("cuLaunchKernel", kernel->name + " grid " + std::to_string(grid) + "x" +
-                                               std::to_string(grid_y) + "x" + std::to_string(grid_z) + " threads " +
-                                               std::to_string(threads) + " shared " + std::to_string(shared) +
-                                               " stream " + std::to_string(reinterpret_cast<size_t>(stream)));
+    std::string text = kernel->name + " grid " + std::to_string(config->grid_x) + "x" +
+                       std::to_string(config->grid_y) + "x" + std::to_string(config->grid_z) + " threads " +
+                       std::to_string(config->block_x) + " shared " + std::to_string(config->dynamic_shared_bytes) +
+                       " stream " + std::to_string(reinterpret_cast<size_t>(config->stream));
+    if (config->num_attributes != 0) text += " attribute " + std::to_string(config->attributes[0].id);
+    return mock().Record("cuLaunchKernelEx", text);
   };
   api.cuKernelGetParamInfo = [](Kernel, size_t, size_t* offset, size_t* size) {
     *offset = 0;

@@ -44,6 +44,34 @@ __device__ __forceinline__ void team_barrier(int team, int threads) {
 #endif
 }
 
+// Launches of a call may overlap (see `early` of the handler). From here on the next one may start...
+__device__ __forceinline__ void release_next_launch() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ... and here this one waits until the launch before it has ended and all that it wrote can be seen.
+__device__ __forceinline__ void await_last_launch() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The start of a row near edge `at`: where neighbours in the list of receivers differ, if that is less than `reach`
+// edges away, else `at` itself. Called by whole warps; `receivers(n)` is the receiver of edge n.
+template <class Receivers>
+__device__ __forceinline__ int near_row_start(const Receivers& receivers, int at, int edges, int reach, int lane) {
+  if (at <= 0 || at >= edges) return at;
+  const int back = at - lane, ahead = at + lane + 1;
+  const bool starts_back = lane < reach && back > 0 && receivers(back - 1) != receivers(back);
+  const bool starts_ahead = lane + 1 < reach && ahead < edges && receivers(ahead - 1) != receivers(ahead);
+  const int to_back = __ffs(__ballot_sync(0xffffffffu, starts_back)) - 1;
+  const int to_ahead = __ffs(__ballot_sync(0xffffffffu, starts_ahead));
+  if (to_back >= 0 && (to_ahead == 0 || to_back <= to_ahead)) return at - to_back;
+  return to_ahead > 0 ? at + to_ahead : at;
+}
+
 // Where asynchronous copies go: an address within shared memory, of 32 bits on the device.
 #ifdef __CUDA_ARCH__
 typedef unsigned SharedAddress;
@@ -275,6 +303,19 @@ __device__ __forceinline__ void add_pack(Pack<T, N>& sum, const T* p) {
   const Pack<T, N> q = *reinterpret_cast<const Pack<T, N>*>(p);
 #pragma unroll
   for (int t = 0; t < N; ++t) sum.v[t] += q.v[t];
+}
+
+// z += sum of `count` rows, in order, for the columns from `begin` on that one block takes (1024), those in [0, length).
+template <int N, int WIDTH, class T>
+__device__ __forceinline__ void add_rows(T* z, const T* rows, int count, int length, int begin) {
+  const int end = begin + 1024 < length ? begin + 1024 : length;
+  for (int c = (begin > 0 ? begin : 0) + N * threadIdx.x; c < end; c += N * blockDim.x) {
+    Pack<T, N> sum = *reinterpret_cast<const Pack<T, N>*>(z + c);
+    const T* from = rows + c;
+#pragma unroll 4
+    for (int h = 0; h < count; ++h, from += WIDTH) add_pack(sum, from);
+    *reinterpret_cast<Pack<T, N>*>(z + c) = sum;
+  }
 }
 
 }  // namespace jaxcg
