@@ -151,7 +151,7 @@ def _receivers(context: RoleContext) -> tuple[list[str], list[str], list[str]]:
             lines += indent(_write_z(layout, f"to{output}", table, zero=True))
         return [*lines, "}"]
 
-    change = ["if (receiver != row) {"]
+    change = ["if (changes & 1u) {", "  const int receiver = __shfl_sync(0xffffffffu, my_receiver, b);"]
     last: list[str] = []
     if flush:
         change += ["  if (row >= 0) {", *indent(flush, 2), "    continued = false;", "  }"]
@@ -238,9 +238,10 @@ def _render_range(context: RoleContext) -> list[str]:
         return lines
     receivers = problem.index("receivers")
     receiver = lambda place: f"{receivers}[{problem.edge_at(place)}]"  # noqa: E731
+    reach = role.cost.reach
     lines += [
         # A boundary that falls on the start of a row cuts no receiver, so it moves there if that is not far.
-        "const int reach = edges / teams / 8 < 32 ? edges / teams / 8 : 32;",
+        f"const int reach = edges / teams / 8 < {reach} ? edges / teams / 8 : {reach};",
         f"const auto receiver_of = [&](int n) {{ return {receiver('n')}; }};",
         "first = near_row_start(receiver_of, first, edges, reach, lane);",
         "last = near_row_start(receiver_of, last, edges, reach, lane);",
@@ -258,30 +259,37 @@ def _render_range(context: RoleContext) -> list[str]:
     return lines
 
 
-def _fetch_ahead(context: RoleContext, fetch: Fetch, position: str, place: str, to: str, batch: int) -> list[str]:
-    """Start the copies of the edge at a position, if it is in the team's range.
-
-    Its indices are at `place` of this batch, or beyond it in the next; `batch` 0: always in the next.
-    """
+def _fetch_ahead(context: RoleContext, fetch: Fetch, position: str, lane: str, to: str) -> list[str]:
+    """Start the copies of the edge at a position, if it is in the team's range; `lane` holds its indices ahead."""
     problem = context.problem
-    from_lane = f"({place}) % {batch}" if batch else place
-
-    def held(name: str) -> str:
-        return f"{place} < {batch} ? my_{name} : next_{name}" if batch else f"next_{name}"
-
     lines = [f"if ({position} < last) {{"]
     if problem.ordered:
-        lines.append(
-            f"  const int edge = __shfl_sync(0xffffffffu, {held('edge')}, {from_lane});"
-        )
+        lines.append(f"  const int edge = __shfl_sync(0xffffffffu, ahead_edge, {lane});")
     else:
         lines.append(f"  const int edge = {position};")
     sender = "edge"
     if problem.indexed:
         sender = "sender"
-        lines.append(f"  int sender = __shfl_sync(0xffffffffu, {held('sender')}, {from_lane});")
-        lines.append("  sender = sender < 0 ? 0 : sender;")
+        lines.append(f"  const int sender = __shfl_sync(0xffffffffu, ahead_sender, {lane});")
     return [*lines, f"  (void)edge, (void){sender};", f"  {fetch.call(to, 'edge', sender)}", "}"]
+
+
+def _load_indices(problem: Problem, place: str, prefix: str, names: tuple[str, ...], declare: bool) -> list[str]:
+    """Load what this lane holds of the edge at a position: `edge` is made whatever `names` has."""
+    kind = "int " if declare else ""
+    lines = [
+        "{",
+        f"  const int position = {place} < last ? {place} : last - 1;",
+        f"  {prefix}_edge = {problem.edge_at('position')};",
+    ]
+    for name in names:
+        value = f"{problem.index(name + 's')}[{prefix}_edge]"
+        lines.append(f"  {prefix}_{name} = {value};")
+        if prefix.startswith("later") and name == "sender":
+            # An absent edge's operands are copied from row 0 and then ignored.
+            lines.append(f"  {prefix}_sender = {prefix}_sender < 0 ? 0 : {prefix}_sender;")
+    declared = [f"{kind}{prefix}_edge{''.join(f', {prefix}_{name}' for name in names)};"] if declare else []
+    return [*declared, *lines, "}"]
 
 
 def render_role(context: RoleContext) -> list[str]:
@@ -307,42 +315,53 @@ def render_role(context: RoleContext) -> list[str]:
         body += declare(accumulators + held, channels, zero=True)
         body.append("int row = -1;")
     body += render_places(lowered) if problem.outputs("y") else []
-    # Lane t holds the indices of the t-th edge of the batch, and those of the batch after it for the copies ahead.
-    indices = [
-        f"next_sender = {problem.index('senders')}[next_edge];",
-        f"next_receiver = {problem.index('receivers')}[next_edge];",
-    ]
+    # Lane t holds the indices of the t-th edge of the batch, and of the t-th of those that are copied meanwhile; of both
+    # also those of the next batch, on their way.
+    ahead = launch.stages - 1
+    mine, later = (("sender", "receiver"), ("sender",)) if indexed else ((), ())
     body += [
         *(["if (first < last) {"] if indexed else []),
-        "int position = first + lane < last ? first + lane : last - 1;",
-        f"int next_edge = {problem.edge_at('position')};",
-        "int my_edge;",
-        *(["int next_sender, next_receiver, my_sender, my_receiver;", *indices] if indexed else []),
+        *_load_indices(problem, "first + lane", "next", mine, True),
     ]
-    ahead = launch.stages - 1
     if stage.size:
         bytes_of_stage = stage.size * problem.number.itemsize
         body += [
+            *_load_indices(problem, "first + lane", "later", later, True),
+            "int ahead_edge = later_edge;",
+            *(["int ahead_sender = later_sender;"] if indexed else []),
             "CopyQueue queue;",
             *fetch.declarations,
             f"T* const ring = {context.shared(context.ring, launch.stages * stage.size, of_warp=True)};",
             "const SharedAddress ring_address = shared_address(ring);",
-            "int slot = 0;",
+            # Elements from the start of the ring: the stage of this edge, and the one before it, which is free then.
+            f"int at = 0, free = {ahead * stage.size};",
             "#pragma unroll 1",
             f"for (int t = 0; t < {ahead}; ++t) {{",
-            *indent(_fetch_ahead(context, fetch, "first + t", "t", f"ring_address + t * {bytes_of_stage}", 0)),
+            *indent(_fetch_ahead(context, fetch, "first + t", "t", f"ring_address + t * {bytes_of_stage}")),
             "  queue.commit();",
             "}",
+            *_load_indices(problem, f"first + {ahead} + lane", "later", later, False),
         ]
     body += [
         f"for (int base = first; base < last; base += {batch}) {{",
         f"  const int count = last - base < {batch} ? last - base : {batch};",
-        "  my_edge = next_edge;",
-        *(["  my_sender = next_sender, my_receiver = next_receiver;"] if indexed else []),
-        f"  position = base + {batch} + lane < last ? base + {batch} + lane : last - 1;",
-        f"  next_edge = {problem.edge_at('position')};",
-        *(indent(indices) if indexed else []),
+        f"  const int my_edge = next_edge{', my_sender = next_sender, my_receiver = next_receiver' if indexed else ''};",
+        "  (void)my_edge;",
+        *indent(_load_indices(problem, f"base + {batch} + lane", "next", mine, False)),
     ]
+    if stage.size:
+        body += [
+            "  ahead_edge = later_edge;",
+            *(["  ahead_sender = later_sender;"] if indexed else []),
+            *indent(_load_indices(problem, f"base + {batch + ahead} + lane", "later", later, False)),
+        ]
+    if indexed:
+        body += [
+            # Bit b: whether edge b is absent, and whether its receiver is another than that of the edge before.
+            "  unsigned absent = __ballot_sync(0xffffffffu, my_sender < 0);",
+            "  const int before = __shfl_up_sync(0xffffffffu, my_receiver, 1);",
+            "  unsigned changes = __ballot_sync(0xffffffffu, my_receiver != (lane == 0 ? row : before));",
+        ]
     if problem.operands("y"):
         body += [
             f"  {context.barrier}  // the team is done with M of the last batch",
@@ -371,14 +390,16 @@ def _render_edge(
     if stage.size:
         # The barrier of the warp ends two waits at once: all lanes' copies of this edge are there, and all lanes
         # are done with the stage that the next copies go to.
-        to = f"ring_address + (slot == 0 ? {ahead} : slot - 1) * {stage.size * problem.number.itemsize}"
+        itemsize = problem.number.itemsize
+        to = f"ring_address + {itemsize} * free"
         edge += [
             f"queue.wait<{ahead - 1}>();",
             "__syncwarp();",
-            f"T* const stage = ring + slot * {stage.size};",
-            *_fetch_ahead(context, fetch, f"base + b + {ahead}", f"b + {ahead}", to, launch.batch),
+            *_fetch_ahead(context, fetch, f"base + b + {ahead}", "b", to),
             "queue.commit();",
-            f"slot = slot == {ahead} ? 0 : slot + 1;",
+            "T* const stage = ring + at;",
+            "free = at;",
+            f"at = at == {ahead * stage.size} ? 0 : at + {stage.size};",
         ]
     elif context.sum_size:
         edge.append("__syncwarp();  // all lanes are done with the sums of the last edge")
@@ -393,14 +414,14 @@ def _render_edge(
     at = Addresses(
         w=lambda o, n: f"{layout.shared_access}::load(stage + {stage.w[o] + n * layout.slice} + w_lane, 32, left)",
         m=lambda o: f"m{o}",
-        gw=lambda o, n, value: f"{layout.access}::store(gw{o} + {layout.paths[n].weight_offset}, 32, left, {value})",
+        gw=lambda o, n, value: f"{layout.access}::store_once(gw{o} + {layout.paths[n].weight_offset}, 32, left, {value})",
     )
     if indexed:
         edge += [
-            "const int sender = __shfl_sync(0xffffffffu, my_sender, b);",
-            "const int receiver = __shfl_sync(0xffffffffu, my_receiver, b);",
             *change,
-            "if (sender < 0) {  // an absent edge: its gradients are 0, whatever its operands hold",
+            "const bool is_absent = absent & 1u;",
+            "changes >>= 1, absent >>= 1;",
+            "if (is_absent) {  // its gradients are 0, whatever its operands hold",
             *(
                 f"  {at.gw(n, p, f'zeros<T, {channels}>()')};"
                 for n in problem.outputs("w")
@@ -411,6 +432,8 @@ def _render_edge(
             for order in range(len(shares)):
                 edge.append(f"  for (int j = lane; j < {coupling.dim_in2}; j += 32) share{order}[j] = T(0);")
         edge += ["  continue;", "}"]
+        if problem.outputs("x"):
+            edge.append("const int sender = __shfl_sync(0xffffffffu, my_sender, b);")
     else:
         edge += ["const int sender = edge, row = edge;", "(void)sender, (void)row;"]
         accumulators = [value for _, table in lowered.z_outputs for _, _, value in table]

@@ -180,6 +180,7 @@ def plan_fetch(layout: RoleLayout, stage: Stage, name: str) -> Fetch:
             exists = f"{one.bound} + {within} < {existing}"
         # A lane's place is `width` bytes beyond its neighbour's; `to` is lane 0's.
         place = f"to + {one.width} * lane"
-        arguments = f"<{one.width}, {one.to * itemsize}, {one.start * itemsize}>({place}, {one.source}, {exists})"
-        lines.append(f"  {guard}queue.copy{arguments};")
+        once = "true" if operand_of[one.source][0] == "w" else "false"
+        where = f"<{one.width}, {one.to * itemsize}, {one.start * itemsize}, {once}>"
+        lines.append(f"  {guard}queue.copy{where}({place}, {one.source}, {exists});")
     return Fetch(tuple(plan.copies), tuple(declarations), tuple(rows), (*lines, "}"), name)

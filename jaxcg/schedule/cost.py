@@ -12,8 +12,13 @@ import numpy as np
 from jaxcg._coupling import Path
 from jaxcg._terms import TermSet
 
+# One H200: 132 multiprocessors at 1.755 GHz; a copy moves 4.3 TB/s, the L2 serves about 4.9 TB/s.
+STREAM_BYTES_A_CYCLE = 18.6
+CACHED_BYTES_A_CYCLE = 21.0
+# What a byte written, and a byte added atomically, cost the L2 beside a byte read.
+_WRITTEN, _ADDED = 1.15, 1.6
 # Registers that every thread needs beside its values: addresses, loop counters, the edge's indices.
-BASE_REGISTERS = 36
+BASE_REGISTERS = 44
 # Instructions an edge costs a warp beside its arithmetic: shuffles of indices, row check, loop.
 BASE_INSTRUCTIONS = 30
 
@@ -129,7 +134,10 @@ class RoleCost:
         multiply_adds: of those, the arithmetic.
         slots: cycles in which the warp keeps a scheduler or its arithmetic busy. A float64 multiply-add takes two.
         stream_bytes: bytes an edge that come from or go to memory: w and its gradients.
-        cached_bytes: bytes an edge that the L2 serves: x, and the sums of its gradients.
+        cached_bytes: bytes an edge that pass the L2: w and x, and their gradients weighed as writes and as sums.
+        reach: edges by which a boundary between teams may move so that it cuts no receiver. A cut row of z is written,
+            read and added up; in the time of that, so many edges could be done.
+        channels: channels a lane.
     """
 
     registers: int
@@ -138,6 +146,8 @@ class RoleCost:
     slots: int
     stream_bytes: int
     cached_bytes: int
+    reach: int
+    channels: int
 
 
 def estimate(paths: tuple[Path, ...], factors: Factors, channels: int, itemsize: int) -> RoleCost:
@@ -176,18 +186,20 @@ def estimate(paths: tuple[Path, ...], factors: Factors, channels: int, itemsize:
         multiply_adds=multiply_adds,
         slots=other + multiply_adds * itemsize // 4,
         stream_bytes=weighted * (n["w"] + n["W"]) * lanes,
-        cached_bytes=x_dim * (n["x"] + n["X"]) * lanes,
+        cached_bytes=int(
+            (weighted * (n["w"] + _WRITTEN * n["W"]) + x_dim * (n["x"] + _ADDED * n["X"])) * lanes
+        ),
+        reach=int(3 * components * n["Z"] * lanes / CACHED_BYTES_A_CYCLE * 2.6 / (other + multiply_adds * itemsize // 4)),
+        channels=c,
     )
 
 
-# One H200: 132 multiprocessors at 1.755 GHz; a copy moves 4.3 TB/s, the L2 serves about 5.2 TB/s.
-STREAM_BYTES_A_CYCLE = 18.6
-CACHED_BYTES_A_CYCLE = 22.4
-# What the start of a launch and its ragged end cost, spread over 56,000 edges: 5 us.
-LAUNCH_CYCLES = 20.0
-# How often a scheduler issues: a warp could about every third cycle, and reads of registers limit them all.
-_WARP_RATE = 0.29
-_MOST_RATE = 0.74
+# What the start of a launch and its ragged end cost, spread over 56,000 edges: 3 us.
+LAUNCH_CYCLES = 12.0
+# How often a scheduler issues: a warp could in two cycles of five. All together are limited by reads
+# of registers: more channels a lane share an operand.
+_WARP_RATE = 0.39
+_MOST_RATE = {1: 0.65, 2: 0.72, 4: 0.76}
 # Loop code that runs free; 34 KB more cost half the speed (56 KB 1.5x, 100 KB 3x, by a prototype).
 _FREE_CODE = 20 * 1024
 _CODE_HALF = 34 * 1024
@@ -220,10 +232,11 @@ def launch_time(teams: tuple[tuple[RoleCost, int, int], ...]) -> LaunchTime:
     """
     slots = sum(cost.slots * chunks for cost, chunks, _ in teams)
     busy = slots / max(cost.slots / streams for cost, _, streams in teams)
-    rate = 4 * min(_MOST_RATE, 1 - (1 - _WARP_RATE) ** (busy / 4))
+    most = slots / sum(cost.slots * chunks / _MOST_RATE[cost.channels] for cost, chunks, _ in teams)
+    rate = 4 * min(most, 1 - (1 - _WARP_RATE) ** (busy / 4))
     code = sum(cost.instructions for cost, _, _ in teams) * INSTRUCTION_BYTES
     issue = slots / rate * (1 + 0.5 * max(0, code - _FREE_CODE) / _CODE_HALF)
     stream = sum(cost.stream_bytes * chunks for cost, chunks, _ in teams)
-    cached = stream + sum(cost.cached_bytes * chunks for cost, chunks, _ in teams)
+    cached = sum(cost.cached_bytes * chunks for cost, chunks, _ in teams)
     memory = max(stream / STREAM_BYTES_A_CYCLE, cached / CACHED_BYTES_A_CYCLE)
     return LaunchTime(issue, memory, (issue**4 + memory**4) ** 0.25 + LAUNCH_CYCLES)

@@ -20,7 +20,7 @@ class DeviceLimits:
 
     shared_bytes: int = 99 * 1024
     shared_total: int = 100 * 1024
-    registers: tuple[int, ...] = (96, 128, 168, 240)
+    registers: tuple[int, ...] = (112, 168, 240)
     warps: int = 20
     multiprocessors: int = 192
     channels: tuple[int, ...] = (1, 2, 4)

@@ -102,6 +102,24 @@ struct alignas(sizeof(T) * C <= 16 ? sizeof(T) * C : 16) Pack {
   T v[C];
 };
 
+// Store what nobody reads soon: the L2 may drop it first.
+template <class T, int C>
+__device__ __forceinline__ void store_once(T* p, const Pack<T, C>& a) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(a) == 16) {
+    __stcs(reinterpret_cast<int4*>(p), *reinterpret_cast<const int4*>(&a));
+    return;
+  } else if constexpr (sizeof(a) == 8) {
+    __stcs(reinterpret_cast<int2*>(p), *reinterpret_cast<const int2*>(&a));
+    return;
+  } else if constexpr (sizeof(a) == 4) {
+    __stcs(reinterpret_cast<int*>(p), *reinterpret_cast<const int*>(&a));
+    return;
+  }
+#endif
+  *reinterpret_cast<Pack<T, C>*>(p) = a;
+}
+
 template <bool FULL, int C>
 struct Access<true, FULL, C> {
   template <class T>
@@ -119,6 +137,13 @@ struct Access<true, FULL, C> {
     for (int t = 0; t < C; ++t) q.v[t] = a.v[t];
     *reinterpret_cast<Pack<T, C>*>(p) = q;
   }
+  template <class T>
+  __device__ __forceinline__ static void store_once(T* p, int, int, const Lanes<T, C>& a) {
+    Pack<T, C> q;
+#pragma unroll
+    for (int t = 0; t < C; ++t) q.v[t] = a.v[t];
+    jaxcg::store_once(p, q);
+  }
 };
 
 template <bool FULL, int C>
@@ -135,6 +160,12 @@ struct Access<false, FULL, C> {
 #pragma unroll
     for (int t = 0; t < C; ++t)
       if (FULL || 32 * t < left) p[t * step] = a.v[t];
+  }
+  template <class T>
+  __device__ __forceinline__ static void store_once(T* p, int step, int left, const Lanes<T, C>& a) {
+#pragma unroll
+    for (int t = 0; t < C; ++t)
+      if (FULL || 32 * t < left) jaxcg::store_once(p + t * step, Pack<T, 1>{{a.v[t]}});
   }
 };
 
@@ -179,10 +210,20 @@ __device__ __forceinline__ void move_run(T* global, const T* shared, int count, 
 // when it is waited for, so that a missing wait shows.
 struct CopyQueue {
 #ifdef __CUDA_ARCH__
-  template <int BYTES, int TO, int FROM>
+  template <int BYTES, int TO, int FROM, bool ONCE>
   __device__ __forceinline__ void copy(SharedAddress to, const void* from, bool exists) {
     const int bytes = exists ? BYTES : 0;  // the rest is filled with zeros
-    if constexpr (BYTES == 16)
+#if __CUDA_ARCH__ >= 900
+    constexpr bool HINT = ONCE;
+#else
+    constexpr bool HINT = false;
+#endif
+    // The policy that `createpolicy.fractional.L2::evict_first` makes; as a constant it needs no registers.
+    if constexpr (BYTES == 16 && HINT)
+      asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0 + %3], [%1 + %4], 16, %2, %5;" ::"r"(to), "l"(from),
+                   "r"(bytes), "n"(TO), "n"(FROM), "l"(0x12F0000000000000ull)
+                   : "memory");
+    else if constexpr (BYTES == 16)
       asm volatile("cp.async.cg.shared.global [%0 + %3], [%1 + %4], 16, %2;" ::"r"(to), "l"(from), "r"(bytes), "n"(TO),
                    "n"(FROM)
                    : "memory");
@@ -204,7 +245,7 @@ struct CopyQueue {
   };
   Copy pending[512];
   int count = 0, group = 0;
-  template <int BYTES, int TO, int FROM>
+  template <int BYTES, int TO, int FROM, bool ONCE>
   void copy(SharedAddress to, const void* from, bool exists) {
     pending[count++] = Copy{to + TO, static_cast<const unsigned char*>(from) + FROM, BYTES, exists, group};
   }
