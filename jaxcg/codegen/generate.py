@@ -8,11 +8,11 @@ from typing import Literal
 
 from jaxcg._coupling import Coupling
 from jaxcg._terms import TermSet
-from jaxcg.codegen.kernel import FIX_UP_TEAMS, fix_up_parts, render_fix_up, render_kernel
+from jaxcg.codegen.kernel import render_fix_up, render_kernel
 from jaxcg.codegen.lower import LoweredRole, lower_role
 from jaxcg.codegen.problem import Problem
 from jaxcg.codegen.render import Number
-from jaxcg.codegen.role import TEAM_EDGES
+from jaxcg.codegen.role import PIECE_EDGES
 from jaxcg.codegen.sums import SUM_EDGES, render_share_sum
 from jaxcg.codegen.verify import verify
 from jaxcg.schedule import Schedule, plan_shared
@@ -26,15 +26,15 @@ class KernelLaunch:
         name: its symbol.
         threads: threads a block.
         shared_bytes: dynamic shared memory.
-        grid: what its blocks are for. "resident": as many as the device holds at once, at most one for each team that
-            there can be. "teams": `size` blocks for each few such teams. "rows": one for each `size` rows.
+        grid: what its blocks are for. "resident": one a multiprocessor, at most one for each piece that there can be.
+            "pieces": one for each piece of each role. "rows": one for each `size` rows.
         size: see `grid`.
     """
 
     name: str
     threads: int
     shared_bytes: int
-    grid: Literal["resident", "teams", "rows"]
+    grid: Literal["resident", "pieces", "rows"]
     size: int = 1
 
 
@@ -46,11 +46,11 @@ class KernelSource:
         text: CUDA C++.
         launches: its kernels, in order.
         zeroed: outputs that must be zero before the first launch.
-        scratch_rows: rows of dim_out elements in the first buffer after the outputs, for each team; 0 for none.
+        scratch_rows: rows of dim_out elements in the first buffer after the outputs, for each piece; 0 for none.
         marks: int32 elements of the buffer after it; 0 for none.
         shares: rows of dim_in2 elements in the last buffer, for each row of the call; 0 for none.
         max_blocks: most blocks of a launch that the text can work with.
-        max_teams: most teams.
+        pieces: most pieces of each role, for all blocks together.
     """
 
     text: str
@@ -60,23 +60,27 @@ class KernelSource:
     marks: int
     shares: int
     max_blocks: int
-    max_teams: int
+    pieces: tuple[int, ...]
 
     @property
     def digest(self) -> str:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
-    def teams(self, rows: int) -> int:
-        """Most teams of a call of this many rows."""
-        return max(1, min(self.max_teams, rows // TEAM_EDGES))
+    def blocks(self, rows: int) -> int:
+        """Most blocks of the main launches of a call of this many rows."""
+        return max(1, min(self.max_blocks, rows // (PIECE_EDGES * max(self.pieces) // self.max_blocks)))
+
+    def rows_of_scratch(self, rows: int) -> int:
+        """Most pieces of a role of a call of this many rows."""
+        return self.blocks(rows) * max(self.pieces) // self.max_blocks
 
     def grid(self, launch: KernelLaunch, rows: int) -> int:
         """Most blocks of a launch of a call of this many rows."""
         if launch.grid == "rows":
             return -(-rows // launch.size)
-        if launch.grid == "teams":
-            return launch.size * -(-self.teams(rows) // FIX_UP_TEAMS)
-        return min(self.max_blocks, self.teams(rows))
+        if launch.grid == "pieces":
+            return sum(min(pieces, self.rows_of_scratch(rows)) for pieces in self.pieces)
+        return self.blocks(rows)
 
 
 @cache
@@ -100,7 +104,7 @@ def generate(
 
     Returns:
         The text. Its kernels take one argument by value: pointers to indices, operands, outputs and scratch, then
-        the sizes (edges, x rows, z rows, teams that scratch has rows for).
+        the sizes (edges, x rows, z rows, pieces that scratch has rows for).
     """
     shares = sum(role.chunks for launch in schedule.launches for role in launch.roles)
     problem = Problem(coupling, terms, indexed, ordered, Number(itemsize), shares)
@@ -124,7 +128,7 @@ def generate(
     if problem.has_scratch:
         name = f"jaxcg_{len(launches)}_fix_up"
         body += [*render_fix_up(problem, schedule, columns, name), ""]
-        launches.append(KernelLaunch(name, 256, 0, "teams", len(columns) * fix_up_parts(columns)))
+        launches.append(KernelLaunch(name, 256, 0, "pieces"))
     if problem.has_shares:
         name = f"jaxcg_{len(launches)}_sum_y"
         body += render_share_sum(problem, held, name)
@@ -139,7 +143,7 @@ def generate(
         *(
             f"// launch {n}: "
             + "; ".join(
-                f"paths {role.paths} x {role.streams} teams of {role.chunks} warps of {32 * role.channels} channels"
+                f"paths {role.paths}, {role.pieces} pieces a block, {role.chunks} warps of {32 * role.channels} channels"
                 for role in launch.roles
             )
             for n, launch in enumerate(schedule.launches)
@@ -155,10 +159,10 @@ def generate(
         launches=tuple(launches),
         zeroed=tuple(n for n, out in enumerate(terms.outputs) if out.slot == "x" or (out.slot == "w" and uncovered)),
         scratch_rows=len(problem.outputs("z")) if problem.has_scratch else 0,
-        marks=len(columns) * (schedule.max_teams + 1) if problem.has_scratch else 0,
+        marks=len(columns) * (schedule.max_pieces + 1) if problem.has_scratch else 0,
         shares=len(problem.outputs("y")) * shares if problem.has_shares else 0,
         max_blocks=schedule.max_blocks,
-        max_teams=schedule.max_teams,
+        pieces=tuple(schedule.max_blocks * role.pieces for launch in schedule.launches for role in launch.roles),
     )
 
 

@@ -1,11 +1,12 @@
 """The kernels of a call.
 
-A block holds teams of warps. A team does one role on a contiguous range of edges, sorted by receiver, and waits for no
-other team. In batches of up to 32 edges, lane b holds the indices of edge b and makes its row of M in shared memory.
-Accumulators of the current receiver stay in registers; each receiver is written once, without atomics. A receiver that
-a boundary between ranges cuts is written by the team in which it starts; the parts of later teams go to scratch rows,
-and a last launch adds them in order, so z does not depend on timing. (Sorted receivers and a fix-up of cut rows:
-Bharadwaj et al., arXiv:2501.13986, on fused graph convolution.)
+A block holds teams of warps. Together they do all roles of the launch on the block's contiguous range of edges, sorted
+by receiver. The teams divide this work evenly: each does a piece of a role, a contiguous range of edges, and where that
+role ends, a piece of the next; it waits for no other team. In batches of up to 32 edges, lane b holds the indices of
+edge b and makes its row of M in shared memory. Accumulators of the current receiver stay in registers; each receiver is
+written once, without atomics. A receiver that a boundary between pieces cuts is written by the piece in which it
+starts; the parts of later pieces go to scratch rows, and a last launch adds them in order, so z does not depend on
+timing. (Sorted receivers and a fix-up of cut rows: Bharadwaj et al., arXiv:2501.13986, on fused graph convolution.)
 """
 
 from math import gcd
@@ -14,6 +15,7 @@ from jaxcg.codegen.lower import LoweredRole
 from jaxcg.codegen.problem import Problem, indent
 from jaxcg.codegen.role import RoleContext, render_role
 from jaxcg.schedule import Schedule, plan_shared
+from jaxcg.schedule.shared import stage_elements
 
 
 def render_kernel(
@@ -29,37 +31,42 @@ def render_kernel(
             block = problem.coupling.paths[role.paths[0]].in1_block
             writers[block] = writers.get(block, 0) + (role.chunk_start == 0)
     before = [role for other in schedule.launches[:number] for role in other.roles]
-    warp, barrier = 0, 0
     region, share = len(before), sum(role.chunks for role in before)
+    warp, barrier, n = 0, 0, 0
     dispatch: list[str] = []
-    for n, lowered in enumerate(roles):
-        role = lowered.role
-        context = RoleContext(
-            problem=problem,
-            launch=launch,
-            lowered=lowered,
-            name=f"{name}_role_{n}",
-            table=plan.tables[n],
-            table_size=plan.table_sizes[n],
-            sums=plan.sums[n],
-            sum_size=plan.sum_sizes[n],
-            ring=plan.rings[n],
-            stage_size=plan.stage_sizes[n],
-            first_barrier=barrier,
-            first_share=share,
-            region=region + n,
-            max_teams=schedule.max_teams,
-            exclusive=not problem.indexed and writers[lowered.paths[0].in1_block] == 1,
-        )
-        lines += render_role(context)
+    for g, group in enumerate(launch.groups):
         own = "warp" if warp == 0 else f"(warp - {warp})"
-        chunk = str(role.chunk_start) if role.chunks == 1 else f"{role.chunk_start} + {own} % {role.chunks}"
-        stream = own if role.chunks == 1 else f"{own} / {role.chunks}"
-        warp += role.warps
-        barrier += role.streams if role.chunks > 1 else 0
-        share += role.chunks
-        test = f"if (warp < {warp}) " if n + 1 < len(roles) else ""
-        dispatch.append(f"{'else ' if n else ''}{test}{context.name}(args, shared_memory, lane, {chunk}, {stream});")
+        warp += group.teams * group.chunks
+        test = f"if (warp < {warp}) " if g + 1 < len(launch.groups) else ""
+        dispatch.append(f"{'} else ' if g else ''}{test}{{")
+        for lowered in roles[n : n + len(group.roles)]:
+            role = lowered.role
+            context = RoleContext(
+                problem=problem,
+                launch=launch,
+                lowered=lowered,
+                name=f"{name}_role_{n}",
+                table=plan.tables[g],
+                table_size=plan.table_sizes[g],
+                sums=plan.sums[g],
+                sum_size=plan.sum_sizes[g],
+                ring=plan.rings[g],
+                ring_size=plan.ring_sizes[g],
+                stage_size=stage_elements(problem.coupling, problem.terms, role),
+                first_barrier=barrier,
+                first_share=share,
+                region=region + n,
+                max_pieces=schedule.max_pieces,
+                exclusive=not problem.indexed and writers[lowered.paths[0].in1_block] == 1,
+            )
+            lines += render_role(context)
+            chunk = str(role.chunk_start) if role.chunks == 1 else f"{role.chunk_start} + {own} % {role.chunks}"
+            team = own if role.chunks == 1 else f"{own} / {role.chunks}"
+            dispatch.append(f"  {context.name}(args, shared_memory, lane, {chunk}, {team});")
+            share += role.chunks
+            n += 1
+        barrier += group.teams if group.chunks > 1 else 0
+    dispatch.append("}")
     return [
         *lines,
         f'extern "C" __global__ void __launch_bounds__({32 * launch.warps}, 1) {name}(const Args args) {{',
@@ -75,20 +82,8 @@ def render_kernel(
     ]
 
 
-# Columns of a z row that one block of the fix-up takes, four or so a thread, and teams that it looks after. With one
-# block for a whole row, the forward pass of mace-large (float32, dhfr) took 0.206 ms; in parts 0.196. With a block for
-# each team, most of which find nothing to do, the fix-up alone took 21 us.
-FIX_UP_COLUMNS = 1024
-FIX_UP_TEAMS = 4
-
-
-def fix_up_parts(columns: list[list[tuple[int, int]]]) -> int:
-    """Blocks of the fix-up for each few teams."""
-    return max(-(-sum(length for _, length in ranges) // FIX_UP_COLUMNS) for ranges in columns)
-
-
 def render_fix_up(problem: Problem, schedule: Schedule, columns: list[list[tuple[int, int]]], name: str) -> list[str]:
-    """The kernel that adds the scratch rows of receivers cut by boundaries between teams, in order of edges.
+    """The kernel that adds the scratch rows of receivers cut by boundaries between pieces, in order of edges.
 
     Args:
         problem: what is computed.
@@ -97,42 +92,46 @@ def render_fix_up(problem: Problem, schedule: Schedule, columns: list[list[tuple
         name: of the kernel.
 
     Returns:
-        The text. The buffer of marks holds, for each role, its number of teams, then for each team the receiver that
-        it continues, or -1. A block looks after a role, `FIX_UP_TEAMS` of its teams, and a part of its columns. The
-        first team that continues a receiver stands for all that do.
+        The text. The buffer of marks holds, for each role, its number of pieces, then for each piece the receiver that
+        it continues, or -1. There is a block for each piece of each role. Those of all pieces that continue the same
+        receiver, one after the other, share its columns out among them.
     """
-    width, stride, parts = problem.coupling.dim_out, schedule.max_teams + 1, fix_up_parts(columns)
+    width, stride = problem.coupling.dim_out, schedule.max_pieces + 1
+    pieces = [schedule.max_blocks * role.pieces for launch in schedule.launches for role in launch.roles]
     lines = [
         f'extern "C" __global__ void __launch_bounds__(256) {name}(const Args args) {{',
         "  release_next_launch();",
+        "  int piece = blockIdx.x, role = 0;",
+        "  const int most = static_cast<int>(args.sizes[3]);",
+    ]
+    for number, found in enumerate(pieces[:-1]):
+        lines += [
+            f"  if (role == {number} && piece >= (most < {found} ? most : {found})) "
+            f"piece -= most < {found} ? most : {found}, ++role;",
+        ]
+    lines += [
+        f"  const int* const marks = static_cast<const int*>({problem.extra(1)}) + role * {stride} + 1;",
         "  await_last_launch();",
-        f"  const int role = blockIdx.x % {len(columns)}, part = blockIdx.x / {len(columns)} % {parts};",
-        f"  const int start = blockIdx.x / {len(columns) * parts} * {FIX_UP_TEAMS};",
-        f"  const int* const continued = static_cast<const int*>({problem.extra(1)}) + role * {stride};",
-        "  const int teams = continued[0];",
-        f"  for (int team = start; team < start + {FIX_UP_TEAMS} && team < teams; ++team) {{",
-        "    const int row = continued[1 + team];",
-        "    if (row < 0 || (team > 0 && continued[team] == row)) continue;",
-        "    int last = team + 1;",
-        "    while (last < teams && continued[1 + last] == row) ++last;",
+        "  const int count = marks[-1], row = marks[piece];",
+        "  if (piece >= count || row < 0) return;",
+        "  int first = piece, last = piece + 1;",
+        "  while (first > 0 && marks[first - 1] == row) --first;",
+        "  while (last < count && marks[last] == row) ++last;",
     ]
     for order, output in enumerate(problem.outputs("z")):
         lines += [
-            "    {",
-            f"      T* const z = {problem.output(output)} + row * {width}ll;",
-            f"      const T* const rows = static_cast<const T*>({problem.extra(0)}) + "
-            f"({order} * args.sizes[3] + team) * {width}ll;",
+            "  {",
+            f"    T* const z = {problem.output(output)} + row * {width}ll;",
+            f"    const T* const rows = static_cast<const T*>({problem.extra(0)}) + "
+            f"({order} * args.sizes[3] + first) * {width}ll;",
         ]
         for number, ranges in enumerate(columns):
-            lines.append(f"      if (role == {number}) {{")
-            at = 0
+            lines.append(f"    if (role == {number}) {{")
             for start, length in ranges:
-                unit = gcd(16 // problem.number.itemsize, start, length, width, at)
+                unit = gcd(16 // problem.number.itemsize, start, length, width)
                 lines.append(
-                    f"        add_rows<{unit}, {width}>(z + {start}, rows + {start}, last - team, {length}, "
-                    f"{FIX_UP_COLUMNS} * part - {at});"
+                    f"      add_rows<{unit}, {width}>(z + {start}, rows + {start}, last - first, {length}, piece - first);"
                 )
-                at += length
-            lines.append("      }")
-        lines.append("    }")
-    return [*lines, "  }", "}"]
+            lines.append("    }")
+        lines.append("  }")
+    return [*lines, "}"]

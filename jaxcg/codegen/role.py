@@ -1,4 +1,4 @@
-"""The function of a role: everything that one of its warps does with the edges of its team."""
+"""The function of a role: everything that one of its warps does with the edges of its piece."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from jaxcg.codegen.problem import Problem, RoleLayout, indent
 from jaxcg.codegen.render import Addresses, declare, render_combination, render_program
 from jaxcg.codegen.stages import Fetch, Stage, lay_out, plan_fetch
 from jaxcg.codegen.sums import render_lane_sums, render_places
-from jaxcg.schedule import Launch
+from jaxcg.schedule import SHARE, Launch
 from jaxcg.schedule.shared import table_stride
 
-# A team takes at least this many edges. Fewer, and its start and the fix-up of its first receiver dominate; and
-# scratch, a row of z for each team, would be larger than the weights of a small graph.
-TEAM_EDGES = 16
+# A piece has at least this many edges on average. Fewer, and its start and the fix-up of its first receiver dominate; and
+# scratch, a row of z for each piece, would be larger than the weights of a small graph.
+PIECE_EDGES = 16
 
 _ZTable = tuple[tuple[int, int, Value], ...]
 
@@ -32,11 +32,12 @@ class RoleContext:
         sums: place where the first warp sums over its lanes.
         sum_size: elements of such a place.
         ring: place of the first warp's stages.
+        ring_size: elements of a ring.
         stage_size: elements of a stage.
         first_barrier: number of the first team's barrier.
         first_share: number of the first chunk's share of y gradients.
         region: number of its marks of continued receivers.
-        max_teams: most teams of a role.
+        max_pieces: most pieces of a role.
         exclusive: whether nobody else writes its rows of x gradients, so that plain stores do.
     """
 
@@ -49,11 +50,12 @@ class RoleContext:
     sums: int
     sum_size: int
     ring: int
+    ring_size: int
     stage_size: int
     first_barrier: int
     first_share: int
     region: int
-    max_teams: int
+    max_pieces: int
     exclusive: bool
 
     @property
@@ -66,15 +68,15 @@ class RoleContext:
         chunks = self.lowered.role.chunks
         if chunks == 1:
             return "__syncwarp();"
-        return f"team_barrier({self.first_barrier} + stream, {32 * chunks});"
+        return f"team_barrier({self.first_barrier} + team, {32 * chunks});"
 
     def shared(self, place: int, size: int, of_warp: bool) -> str:
         """Pointer to this team's or this warp's place in shared memory."""
         role = self.lowered.role
-        number = "stream"
+        number = "team"
         if of_warp and role.chunks > 1:
             chunk = "chunk" if role.chunk_start == 0 else f"(chunk - {role.chunk_start})"
-            number = f"(stream * {role.chunks} + {chunk})"
+            number = f"(team * {role.chunks} + {chunk})"
         return f"reinterpret_cast<T*>(shared_memory) + {place} + {number} * {size}"
 
 
@@ -130,7 +132,7 @@ def _receivers(context: RoleContext) -> tuple[list[str], list[str], list[str]]:
     problem, layout, dim = context.problem, context.layout, context.problem.coupling.dim_out
     flush: list[str] = []
     for order, (output, table) in enumerate(context.lowered.z_outputs):
-        scratch = f"static_cast<T*>({problem.extra(0)}) + ({order} * args.sizes[3] + team) * {dim}ll"
+        scratch = f"static_cast<T*>({problem.extra(0)}) + ({order} * args.sizes[3] + piece) * {dim}ll"
         flush.append(f"T* const to{output} = continued ? {scratch} : {problem.output(output)} + row * {dim}ll;")
         flush += _write_z(layout, f"to{output}", table)
     load: list[str] = []
@@ -172,8 +174,8 @@ def _receivers(context: RoleContext) -> tuple[list[str], list[str], list[str]]:
             f"const int before = edges > 0 ? {receivers('0')} : rows;",
             f"const int beyond = edges > 0 ? {receivers('edges - 1')} + 1 : rows;",
             "const long long outside = before + rows - beyond;",
-            "const int from = static_cast<int>(outside * team / teams);",
-            "const int to = static_cast<int>(outside * (team + 1) / teams);",
+            "const int from = static_cast<int>(outside * piece / pieces);",
+            "const int to = static_cast<int>(outside * (piece + 1) / pieces);",
             *zero_rows("from", "to", "n < before ? n : n - before + beyond"),
         ]
     return [*change, "  row = receiver;", *indent(load), "}"], last, load
@@ -220,47 +222,52 @@ def _write_x_gradients(context: RoleContext, stage: Stage) -> list[str]:
 
 
 def _render_range(context: RoleContext) -> list[str]:
-    """Text that finds the team's edges, and marks the receiver that a boundary cuts."""
+    """Text that finds the edges of the piece, and marks the receiver that a boundary cuts."""
     problem, role = context.problem, context.lowered.role
-    blocks = "static_cast<int>(gridDim.x)"
-    streams = blocks if role.streams == 1 else f"{blocks} * {role.streams}"
-    number = "static_cast<int>(blockIdx.x)" if role.streams == 1 else f"static_cast<int>(blockIdx.x) + {blocks} * stream"
+    first, share = role.first_team, role.end - role.start
+    cut = f"{SHARE} * t - {role.start}"
     lines = [
         # 32 bits, where a number of rows fits, are half the registers.
         "const int edges = static_cast<int>(args.sizes[0]);",
-        f"const int most = edges < {TEAM_EDGES} ? 1 : edges / {TEAM_EDGES};",
-        f"const int teams = {streams} < most ? {streams} : most, team = {number};",
-        "if (team >= teams) return;",
-        f"{'int' if problem.has_scratch else 'const int'} first = static_cast<int>(args.sizes[0] * team / teams);",
-        f"{'int' if problem.has_scratch else 'const int'} last = static_cast<int>(args.sizes[0] * (team + 1) / teams);",
+        f"if (team < {first} || team >= {first + role.pieces}) return;" if role.pieces > 1 or first else "(void)team;",
+        f"const int pieces = {role.pieces} * static_cast<int>(gridDim.x);",
+        f"const int piece = {role.pieces} * static_cast<int>(blockIdx.x) + team - {first};",
+        "const long long block_first = args.sizes[0] * blockIdx.x / gridDim.x;",
+        "const long long block_edges = args.sizes[0] * (blockIdx.x + 1ll) / gridDim.x - block_first;",
+        # Where the work of teams before t ends in that of the role, as an edge of the block.
+        f"const auto boundary = [&](int t) {{ const int cut = {cut}; return static_cast<int>(block_first + block_edges * "
+        f"(cut < 0 ? 0 : cut > {share} ? {share} : cut) / {share}); }};",
+        f"{'int' if problem.has_scratch else 'const int'} first = boundary(team), last = boundary(team + 1);",
     ]
     if not problem.has_scratch:
         return lines
     receivers = problem.index("receivers")
     receiver = lambda place: f"{receivers}[{problem.edge_at(place)}]"  # noqa: E731
     reach = role.cost.reach
-    lines += [
-        # A boundary that falls on the start of a row cuts no receiver, so it moves there if that is not far.
-        f"const int reach = edges / teams / 8 < {reach} ? edges / teams / 8 : {reach};",
-        f"const auto receiver_of = [&](int n) {{ return {receiver('n')}; }};",
-        "first = near_row_start(receiver_of, first, edges, reach, lane);",
-        "last = near_row_start(receiver_of, last, edges, reach, lane);",
-        f"int written = first > 0 ? {receiver('first - 1')} : edges > 0 ? {receiver('0')} - 1 : -1;",
-        f"bool continued = first > 0 && written == {receiver('first')};",
-    ]
+    if reach > 1:
+        lines += [
+            # A boundary that falls on the start of a row cuts no receiver, so it moves there if that is not far.
+            f"const int reach = edges / pieces / 8 < {reach} ? edges / pieces / 8 : {reach};",
+            f"const auto receiver_of = [&](int n) {{ return {receiver('n')}; }};",
+            "first = near_row_start(receiver_of, first, edges, reach, lane);",
+            "last = near_row_start(receiver_of, last, edges, reach, lane);",
+        ]
     start = "" if role.chunks == 1 else f" && chunk == {role.chunk_start}"
-    lines += [
+    return [
+        *lines,
+        f"int written = first > 0 ? {receiver('first - 1')} : edges > 0 ? {receiver('0')} - 1 : -1;",
+        # An empty piece continues what the one after it continues, so that it does not end the chain.
+        f"bool continued = first > 0 && first < edges && written == {receiver('first')};",
         f"if (lane == 0{start}) {{",
-        f"  int* const marks = static_cast<int*>({problem.extra(1)}) + {context.region * (context.max_teams + 1)};",
-        "  marks[1 + team] = continued ? written : -1;",
-        "  if (team == 0) marks[0] = teams;",
+        f"  int* const marks = static_cast<int*>({problem.extra(1)}) + {context.region * (context.max_pieces + 1)};",
+        "  marks[1 + piece] = continued ? written : -1;",
+        "  if (piece == 0) marks[0] = pieces;",
         "}",
     ]
-    return lines
 
 
 def _fetch_ahead(context: RoleContext, fetch: Fetch, position: str, lane: str, to: str) -> list[str]:
-    """Start the copies of the edge at a position, if it is in the team's range; `lane` holds its indices ahead."""
+    """Start the copies of the edge at a position, if it is in the piece; `lane` holds its indices ahead."""
     problem = context.problem
     lines = [f"if ({position} < last) {{"]
     if problem.ordered:
@@ -293,7 +300,7 @@ def _load_indices(problem: Problem, place: str, prefix: str, names: tuple[str, .
 
 
 def render_role(context: RoleContext) -> list[str]:
-    """The functions of a role: the copies of an edge, and the walk over the team's edges."""
+    """The functions of a role: the copies of an edge, and the walk over the edges of a piece."""
     problem, layout, lowered, launch = context.problem, context.layout, context.lowered, context.launch
     indexed, channels, batch = problem.indexed, layout.channels, launch.batch
     stage = lay_out(layout, context.stage_size)
@@ -331,7 +338,7 @@ def render_role(context: RoleContext) -> list[str]:
             *(["int ahead_sender = later_sender;"] if indexed else []),
             "CopyQueue queue;",
             *fetch.declarations,
-            f"T* const ring = {context.shared(context.ring, launch.stages * stage.size, of_warp=True)};",
+            f"T* const ring = {context.shared(context.ring, context.ring_size, of_warp=True)};",
             "const SharedAddress ring_address = shared_address(ring);",
             # Elements from the start of the ring: the stage of this edge, and the one before it, which is free then.
             f"int at = 0, free = {ahead * stage.size};",
@@ -375,7 +382,7 @@ def render_role(context: RoleContext) -> list[str]:
     body += ["}", *last] if indexed else []
     head = (
         f"__device__ __forceinline__ void {context.name}(const Args& args, unsigned char* shared_memory, int lane, "
-        "int chunk, int stream) {"
+        "int chunk, int team) {"
     )
     return [*(fetch.text if stage.size else ()), head, *indent(body), "}"]
 

@@ -106,10 +106,10 @@ def custom_call(call: Call, terms: TermSet, compiler: Compiler) -> Callable[...,
         dtype = operands[-1].dtype
         source = kernel_source(call, terms, dtype.itemsize, compiler.limits)
         rows, coupling = call.num_rows, call.coupling
-        teams = source.teams(rows)
+        pieces = source.rows_of_scratch(rows)
         results = [jax.ShapeDtypeStruct(call.shape(out.slot), dtype) for out in terms.outputs]
         if source.scratch_rows:
-            results.append(jax.ShapeDtypeStruct((source.scratch_rows, teams, coupling.dim_out), dtype))
+            results.append(jax.ShapeDtypeStruct((source.scratch_rows, pieces, coupling.dim_out), dtype))
             results.append(jax.ShapeDtypeStruct((source.marks,), jnp.dtype(np.int32)))
         if source.shares:
             results.append(jax.ShapeDtypeStruct((source.shares, rows, coupling.dim_in2), dtype))
@@ -121,7 +121,7 @@ def custom_call(call: Call, terms: TermSet, compiler: Compiler) -> Callable[...,
             compiler.compile(source),
             source.digest,
             launches,
-            [rows, call.num_x, call.num_z, teams],
+            [rows, call.num_x, call.num_z, pieces],
             source.zeroed,
             f"{call!r} {terms!r}",
         )

@@ -4,7 +4,18 @@ Pure functions of the problem; nothing here knows CUDA text (`jaxcg.codegen` fol
 """
 
 from jaxcg.schedule.choose import choose
-from jaxcg.schedule.plan import DeviceLimits, Launch, Role, Schedule
+from jaxcg.schedule.plan import SHARE, DeviceLimits, Group, Launch, Role, Schedule
 from jaxcg.schedule.shared import SharedPlan, is_packed, plan_shared
 
-__all__ = ["DeviceLimits", "Launch", "Role", "Schedule", "SharedPlan", "choose", "is_packed", "plan_shared"]
+__all__ = [
+    "SHARE",
+    "DeviceLimits",
+    "Group",
+    "Launch",
+    "Role",
+    "Schedule",
+    "SharedPlan",
+    "choose",
+    "is_packed",
+    "plan_shared",
+]

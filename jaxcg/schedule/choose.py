@@ -1,8 +1,8 @@
 """Choose the schedule of a term set.
 
 Three levels. A *role* is a set of paths that read one block of x; a warp does one role for 32 * channels channels. The
-warps of a role for all its channels are a *team*, which walks a range of edges by itself. A *launch* is a kernel; each
-of its blocks holds teams of several roles, more of those that have more to do. A call is a sequence of launches.
+warps of a role for all its channels are a *team*, which walks a range of edges by itself. A *launch* is a kernel; the
+teams of each of its blocks divide the work of its roles evenly among them. A call is a sequence of launches.
 
 The choice is by expected time (`cost.launch_time`), over how the blocks of x are divided between launches, how many
 registers a thread of each launch has, and how many channels a lane of each role holds. What weighs there
@@ -24,7 +24,7 @@ from jaxcg._coupling import Coupling
 from jaxcg._errors import UnsupportedError
 from jaxcg._terms import TermSet
 from jaxcg.schedule.cost import LAUNCH_CYCLES, RoleCost, count_factors, estimate, launch_time
-from jaxcg.schedule.plan import DeviceLimits, Launch, Role, Schedule, resident_warps
+from jaxcg.schedule.plan import SHARE, DeviceLimits, Group, Launch, Role, Schedule, resident_warps
 from jaxcg.schedule.shared import plan_shared
 
 # Stages: three are the least that overlap well; more than six only take memory from M.
@@ -127,39 +127,45 @@ class _Chooser:
             )
         return launch
 
-    def _spread(self, roles: tuple[Role, ...], warps: int) -> tuple[Role, ...] | None:
-        """Divide the warps of a block: one team more for the role whose teams have most to do, while one fits."""
-        if sum(role.chunks for role in roles) > warps or sum(role.chunks > 1 for role in roles) > _MOST_BARRIERS:
+    def _spread(self, roles: tuple[Role, ...], warps: int) -> tuple[Group, ...] | None:
+        """Divide the warps of a block: one team more for the group whose teams have most to do, while one fits."""
+        by_size: dict[int, list[Role]] = {}
+        for role in roles:
+            by_size.setdefault(role.chunks, []).append(role)
+        groups = [Group(tuple(found), 1) for found in by_size.values()]
+        if sum(by_size) > warps or sum(size > 1 for size in by_size) > _MOST_BARRIERS:
             return None
-        spread = list(roles)
         while True:
-            free = warps - sum(role.warps for role in spread)
-            barriers = _MOST_BARRIERS - sum(role.streams for role in spread if role.chunks > 1)
+            free = warps - sum(group.teams * group.chunks for group in groups)
+            barriers = _MOST_BARRIERS - sum(group.teams for group in groups if group.chunks > 1)
             fitting = [
-                n for n, role in enumerate(spread) if role.chunks <= free and (role.chunks == 1 or barriers > 0)
+                n for n, group in enumerate(groups) if group.chunks <= free and (group.chunks == 1 or barriers > 0)
             ]
             if not fitting:
-                return tuple(spread)
-            n = max(fitting, key=lambda n: (spread[n].load, -n))
-            spread[n] = replace(spread[n], streams=spread[n].streams + 1)
+                return tuple(map(_shared_out, groups))
+            n = max(fitting, key=lambda n: (groups[n].load, -n))
+            groups[n] = replace(groups[n], teams=groups[n].teams + 1)
 
     def launch(self, roles: tuple[Role, ...], registers: int) -> Launch | None:
         """A launch of these roles: as many warps as registers allow, fewer if their stages do not fit.
 
-        None if not even one team of each fits with two stages and a small batch.
+        None if not even one team of each size fits with two stages and a small batch.
         """
         warps = min(self.limits.warps, resident_warps(registers))
-        least = sum(role.chunks for role in roles)
+        least = sum({role.chunks for role in roles})
         for count in range(warps, least - 1, -1):
-            spread = self._spread(roles, count)
-            if spread is None:
+            groups = self._spread(roles, count)
+            if groups is None:
                 return None
-            if sum(role.warps for role in spread) < count and count > least:
+            taken = sum(group.teams * group.chunks for group in groups)
+            if taken < count and count > least:
                 continue  # the same as with fewer
+            work = sum(role.cost.slots * role.chunks for role in roles)
+            busy = work / max(group.load for group in groups)
+            time = launch_time([(role.cost, role.chunks) for role in roles], taken, busy)
             small = [(batch, 2) for batch in (32, 16, 8, 4, 2)] if count == least else []
             for batch, stages in (*product((32, 16, 8), _STAGES), *small):
-                time = launch_time(tuple((role.cost, role.chunks, role.streams) for role in spread))
-                launch = Launch(spread, registers, batch, stages, time)
+                launch = Launch(groups, registers, batch, stages, time)
                 held = plan_shared(self.coupling, self.terms, launch).total * self.itemsize
                 if held <= min(self.limits.shared_bytes, self.limits.shared_total - _RESERVED):
                     return launch
@@ -182,6 +188,19 @@ class _Chooser:
                 if len(blocks) == 1 and len(roles) > 1:
                     found.append(tuple(self.alone(role, registers) for role in roles))
         return min(found, key=_time, default=None)
+
+
+def _shared_out(group: Group) -> Group:
+    """Give each role its share of the group's work. None is so small that it gets nothing."""
+    whole, total = SHARE * group.teams, sum(role.cost.slots for role in group.roles)
+    roles: list[Role] = []
+    start, done = 0, 0
+    for role in group.roles:
+        done += role.cost.slots
+        end = max(start + 1, whole * done // total)
+        roles.append(replace(role, start=start, end=end))
+        start = end
+    return replace(group, roles=tuple(roles))
 
 
 def _time(launches: tuple[Launch, ...]) -> float:

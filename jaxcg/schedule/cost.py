@@ -20,7 +20,7 @@ _WRITTEN, _ADDED = 1.15, 1.6
 # Registers that every thread needs beside its values: addresses, loop counters, the edge's indices.
 BASE_REGISTERS = 44
 # Instructions an edge costs a warp beside its arithmetic: shuffles of indices, row check, loop.
-BASE_INSTRUCTIONS = 30
+BASE_INSTRUCTIONS = 50
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ LAUNCH_CYCLES = 12.0
 # How often a scheduler issues: a warp could in two cycles of five. All together are limited by reads
 # of registers: more channels a lane share an operand.
 _WARP_RATE = 0.39
-_MOST_RATE = {1: 0.65, 2: 0.72, 4: 0.76}
+_MOST_RATE = {1: 0.60, 2: 0.72, 4: 0.76}
 # Loop code that runs free; 34 KB more cost half the speed (56 KB 1.5x, 100 KB 3x, by a prototype).
 _FREE_CODE = 20 * 1024
 _CODE_HALF = 34 * 1024
@@ -221,22 +221,22 @@ class LaunchTime:
     total: float
 
 
-def launch_time(teams: tuple[tuple[RoleCost, int, int], ...]) -> LaunchTime:
+def launch_time(roles: list[tuple[RoleCost, int]], warps: int, busy: float) -> LaunchTime:
     """Expected time of a launch.
 
     Args:
-        teams: for each role its cost, the warps of a team, and the teams of a block.
-
-    Returns:
-        The time. Teams of unequal load leave warps idle at the end: what counts is how many are busy on average.
+        roles: for each role its cost and the warps of a team.
+        warps: warps of a block.
+        busy: how many of them are busy on average: at the end those with less to do wait for the others.
     """
-    slots = sum(cost.slots * chunks for cost, chunks, _ in teams)
-    busy = slots / max(cost.slots / streams for cost, _, streams in teams)
-    most = slots / sum(cost.slots * chunks / _MOST_RATE[cost.channels] for cost, chunks, _ in teams)
-    rate = 4 * min(most, 1 - (1 - _WARP_RATE) ** (busy / 4))
-    code = sum(cost.instructions for cost, _, _ in teams) * INSTRUCTION_BYTES
+    slots = sum(cost.slots * chunks for cost, chunks in roles)
+    most = slots / sum(cost.slots * chunks / _MOST_RATE[cost.channels] for cost, chunks in roles)
+    rate = 4 * min(most, 1 - (1 - _WARP_RATE) ** (warps / 4))
+    code = sum(cost.instructions for cost, _ in roles) * INSTRUCTION_BYTES
     issue = slots / rate * (1 + 0.5 * max(0, code - _FREE_CODE) / _CODE_HALF)
-    stream = sum(cost.stream_bytes * chunks for cost, chunks, _ in teams)
-    cached = sum(cost.cached_bytes * chunks for cost, chunks, _ in teams)
+    stream = sum(cost.stream_bytes * chunks for cost, chunks in roles)
+    cached = sum(cost.cached_bytes * chunks for cost, chunks in roles)
     memory = max(stream / STREAM_BYTES_A_CYCLE, cached / CACHED_BYTES_A_CYCLE)
-    return LaunchTime(issue, memory, (issue**4 + memory**4) ** 0.25 + LAUNCH_CYCLES)
+    # Half of what idle warps could have done, the others do meanwhile.
+    idle = 1 + 0.5 * (warps / busy - 1)
+    return LaunchTime(issue, memory, (issue**4 + memory**4) ** 0.25 * idle + LAUNCH_CYCLES)

@@ -26,6 +26,10 @@ class DeviceLimits:
     channels: tuple[int, ...] = (1, 2, 4)
 
 
+# Parts of the work of a team: what a role's share of its group is counted in.
+SHARE = 1024
+
+
 @dataclass(frozen=True)
 class Role:
     """Paths of one x block for a range of channels.
@@ -36,7 +40,8 @@ class Role:
         chunk_start: first chunk of 32 * channels channels.
         chunks: number of chunks, one warp each; the warps of a team.
         cost: the estimate that the choice was made from.
-        streams: teams of a block, each with a range of edges of its own.
+        start, end: its share of the work of its group, which the teams divide evenly: team t of a block does what lies
+            in [SHARE t, SHARE (t + 1)).
     """
 
     paths: tuple[int, ...]
@@ -44,16 +49,41 @@ class Role:
     chunk_start: int
     chunks: int
     cost: RoleCost
-    streams: int = 1
+    start: int = 0
+    end: int = 0
 
     @property
-    def warps(self) -> int:
-        return self.chunks * self.streams
+    def first_team(self) -> int:
+        """First team of a block that has a piece of it."""
+        return self.start // SHARE
+
+    @property
+    def pieces(self) -> int:
+        """Into how many ranges its edges are divided in each block."""
+        return -(-self.end // SHARE) - self.first_team
+
+
+@dataclass(frozen=True)
+class Group:
+    """Roles with teams of the same size. Each team does a piece of one role, and of the next where that ends.
+
+    Attributes:
+        roles: in this order.
+        teams: of a block.
+    """
+
+    roles: tuple[Role, ...]
+    teams: int
+
+    @property
+    def chunks(self) -> int:
+        """Warps of a team."""
+        return self.roles[0].chunks
 
     @property
     def load(self) -> float:
         """Issue slots for each edge of the block that fall to one of its warps."""
-        return self.cost.slots / self.streams
+        return sum(role.cost.slots for role in self.roles) / self.teams
 
 
 @dataclass(frozen=True)
@@ -61,22 +91,26 @@ class Launch:
     """One kernel: a block a multiprocessor, whose teams all go their own way.
 
     Attributes:
-        roles: the roles of a block, warps in this order.
+        groups: the groups of a block, warps in this order.
         registers: the most registers a thread that its warps leave room for.
         batch: edges for which M is made at once, at most 32.
         stages: edges whose operands are on their way to shared memory or there, for each warp.
         time: what it is expected to take.
     """
 
-    roles: tuple[Role, ...]
+    groups: tuple[Group, ...]
     registers: int
     batch: int
     stages: int
     time: LaunchTime
 
     @property
+    def roles(self) -> tuple[Role, ...]:
+        return tuple(role for group in self.groups for role in group.roles)
+
+    @property
     def warps(self) -> int:
-        return sum(role.warps for role in self.roles)
+        return sum(group.teams * group.chunks for group in self.groups)
 
 
 @dataclass(frozen=True)
@@ -92,9 +126,9 @@ class Schedule:
     max_blocks: int
 
     @property
-    def max_teams(self) -> int:
-        """Most teams of a role: rows of scratch for receivers that a boundary between teams cuts."""
-        return self.max_blocks * max(role.streams for launch in self.launches for role in launch.roles)
+    def max_pieces(self) -> int:
+        """Most pieces of a role: rows of scratch for receivers that a boundary between pieces cuts."""
+        return self.max_blocks * max(role.pieces for launch in self.launches for role in launch.roles)
 
 
 def resident_warps(registers: int) -> int:

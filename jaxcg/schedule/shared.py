@@ -97,15 +97,15 @@ def x_copy_bytes(coupling: Coupling, path: Path, itemsize: int) -> int:
 
 @dataclass(frozen=True)
 class SharedPlan:
-    """Where the parts lie, in elements from the start of the block's shared memory.
+    """Where the parts lie, in elements from the start of the block's shared memory, for each group of the launch.
 
     Attributes:
-        tables: M of each role's first team; those of its other teams follow.
-        table_sizes: elements of the M of one team of each role.
-        sums: where each role's first warp sums y gradients over its lanes; the places of its other warps follow.
+        tables: M of the first team; those of its other teams follow.
+        table_sizes: elements of the M of one team, of the role that needs most.
+        sums: where the first warp sums y gradients over its lanes; the places of its other warps follow.
         sum_sizes: elements of one such place.
-        rings: the stages of each role's first warp; those of its other warps follow.
-        stage_sizes: elements of one stage of each role.
+        rings: the stages of the first warp; those of its other warps follow.
+        ring_sizes: elements of one ring.
         total: all of it.
     """
 
@@ -114,26 +114,27 @@ class SharedPlan:
     sums: tuple[int, ...]
     sum_sizes: tuple[int, ...]
     rings: tuple[int, ...]
-    stage_sizes: tuple[int, ...]
+    ring_sizes: tuple[int, ...]
     total: int
 
 
 def plan_shared(coupling: Coupling, terms: TermSet, launch: "Launch") -> SharedPlan:
     """Lay out the shared memory of a launch."""
+    groups = launch.groups
+    table_sizes = tuple(max(table_elements(coupling, terms, r, launch.batch) for r in g.roles) for g in groups)
+    sum_sizes = tuple(max(sum_elements(coupling, terms, r) for r in g.roles) for g in groups)
+    ring_sizes = tuple(launch.stages * max(stage_elements(coupling, terms, r) for r in g.roles) for g in groups)
     at = 0
-    table_sizes = tuple(table_elements(coupling, terms, role, launch.batch) for role in launch.roles)
-    sum_sizes = tuple(sum_elements(coupling, terms, role) for role in launch.roles)
-    stage_sizes = tuple(stage_elements(coupling, terms, role) for role in launch.roles)
     tables: list[int] = []
-    for role, size in zip(launch.roles, table_sizes, strict=True):
+    for group, size in zip(groups, table_sizes, strict=True):
         tables.append(at)
-        at += role.streams * size
+        at += group.teams * size
     sums: list[int] = []
-    for role, size in zip(launch.roles, sum_sizes, strict=True):
+    for group, size in zip(groups, sum_sizes, strict=True):
         sums.append(at)
-        at += role.warps * size
+        at += group.teams * group.chunks * size
     rings: list[int] = []
-    for role, size in zip(launch.roles, stage_sizes, strict=True):
+    for group, size in zip(groups, ring_sizes, strict=True):
         rings.append(at)
-        at += role.warps * launch.stages * size
-    return SharedPlan(tuple(tables), table_sizes, tuple(sums), sum_sizes, tuple(rings), stage_sizes, at)
+        at += group.teams * group.chunks * size
+    return SharedPlan(tuple(tables), table_sizes, tuple(sums), sum_sizes, tuple(rings), ring_sizes, at)

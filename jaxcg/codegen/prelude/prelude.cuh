@@ -346,16 +346,19 @@ __device__ __forceinline__ void add_pack(Pack<T, N>& sum, const T* p) {
   for (int t = 0; t < N; ++t) sum.v[t] += q.v[t];
 }
 
-// z += sum of `count` rows, in order, for the columns from `begin` on that one block takes (1024), those in [0, length).
+// z += sum of `count` rows, in order, for part `part` of `count` of the columns in [0, length).
 template <int N, int WIDTH, class T>
-__device__ __forceinline__ void add_rows(T* z, const T* rows, int count, int length, int begin) {
-  const int end = begin + 1024 < length ? begin + 1024 : length;
-  for (int c = (begin > 0 ? begin : 0) + N * threadIdx.x; c < end; c += N * blockDim.x) {
-    Pack<T, N> sum = *reinterpret_cast<const Pack<T, N>*>(z + c);
-    const T* from = rows + c;
+__device__ __forceinline__ void add_rows(T* z, const T* rows, int count, int length, int part) {
+  const int units = length / N;
+  const int begin = static_cast<int>(static_cast<long long>(units) * part / count);
+  const int end = static_cast<int>(static_cast<long long>(units) * (part + 1) / count);
+#pragma unroll 2
+  for (int c = begin + threadIdx.x; c < end; c += blockDim.x) {
+    Pack<T, N> sum = *reinterpret_cast<const Pack<T, N>*>(z + N * c);
+    const T* from = rows + N * c;
 #pragma unroll 4
     for (int h = 0; h < count; ++h, from += WIDTH) add_pack(sum, from);
-    *reinterpret_cast<Pack<T, N>*>(z + c) = sum;
+    *reinterpret_cast<Pack<T, N>*>(z + N * c) = sum;
   }
 }
 
