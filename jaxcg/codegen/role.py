@@ -14,6 +14,7 @@ from jaxcg.schedule.shared import table_stride
 # A piece has at least this many edges on average. Fewer, and its start and the fix-up of its first receiver dominate; and
 # scratch, a row of z for each piece, would be larger than the weights of a small graph.
 PIECE_EDGES = 16
+MOST_STAGES = 12
 
 _ZTable = tuple[tuple[int, int, Value], ...]
 
@@ -61,6 +62,11 @@ class RoleContext:
     @property
     def layout(self) -> RoleLayout:
         return RoleLayout(self.problem, self.lowered.role, self.lowered.paths)
+
+    @property
+    def stages(self) -> int:
+        """Edges whose operands fit a ring, at most `MOST_STAGES`: a role with little work an edge needs many."""
+        return min(MOST_STAGES, self.ring_size // self.stage_size) if self.stage_size else 0
 
     @property
     def barrier(self) -> str:
@@ -166,7 +172,8 @@ def _receivers(context: RoleContext) -> tuple[list[str], list[str], list[str]]:
         ]
         # Rows before the first receiver and after the last are shared out, for they may be many: padding.
         last = [
-            "if (row >= 0) {",
+            # A piece without edges in the middle of a receiver adds nothing to it, but its scratch is read.
+            "if (row >= 0 || continued) {",
             *indent(flush),
             "}",
             "const int rows = static_cast<int>(args.sizes[2]);",
@@ -229,7 +236,7 @@ def _render_range(context: RoleContext) -> list[str]:
     lines = [
         # 32 bits, where a number of rows fits, are half the registers.
         "const int edges = static_cast<int>(args.sizes[0]);",
-        f"if (team < {first} || team >= {first + role.pieces}) return;" if role.pieces > 1 or first else "(void)team;",
+        f"if (team < {first} || team >= {first + role.pieces}) return;",
         f"const int pieces = {role.pieces} * static_cast<int>(gridDim.x);",
         f"const int piece = {role.pieces} * static_cast<int>(blockIdx.x) + team - {first};",
         "const long long block_first = args.sizes[0] * blockIdx.x / gridDim.x;",
@@ -310,6 +317,7 @@ def render_role(context: RoleContext) -> list[str]:
     held = [value for _, table in lowered.z_operands for _, _, value in table]
     body = [
         *_render_range(context),
+        "__syncwarp();  // all lanes are done with the piece before, which used the same memory",
         f"const int u = {layout.first_channel()};",
         f"const int left = {layout.mul} - u;",
         "(void)left;",
@@ -324,7 +332,7 @@ def render_role(context: RoleContext) -> list[str]:
     body += render_places(lowered) if problem.outputs("y") else []
     # Lane t holds the indices of the t-th edge of the batch, and of the t-th of those that are copied meanwhile; of both
     # also those of the next batch, on their way.
-    ahead = launch.stages - 1
+    ahead = context.stages - 1
     mine, later = (("sender", "receiver"), ("sender",)) if indexed else ((), ())
     body += [
         *(["if (first < last) {"] if indexed else []),
@@ -392,7 +400,7 @@ def _render_edge(
 ) -> list[str]:
     """What a warp does with edge b of the batch."""
     problem, layout, lowered, launch = context.problem, context.layout, context.lowered, context.launch
-    coupling, indexed, channels, ahead = problem.coupling, problem.indexed, layout.channels, launch.stages - 1
+    coupling, indexed, channels, ahead = problem.coupling, problem.indexed, layout.channels, context.stages - 1
     edge: list[str] = []
     if stage.size:
         # The barrier of the warp ends two waits at once: all lanes' copies of this edge are there, and all lanes

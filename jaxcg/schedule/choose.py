@@ -18,7 +18,6 @@ registers a thread of each launch has, and how many channels a lane of each role
 
 from dataclasses import replace
 from functools import cache
-from itertools import product
 
 from jaxcg._coupling import Coupling
 from jaxcg._errors import UnsupportedError
@@ -27,8 +26,10 @@ from jaxcg.schedule.cost import LAUNCH_CYCLES, RoleCost, count_factors, estimate
 from jaxcg.schedule.plan import SHARE, DeviceLimits, Group, Launch, Role, Schedule, resident_warps
 from jaxcg.schedule.shared import plan_shared
 
-# Stages: three are the least that overlap well; more than six only take memory from M.
-_STAGES = (6, 5, 4, 3)
+# Edges of a batch and stages, the best that fits is taken: three stages are the least that overlap well, and a batch of
+# 16 leaves half of the lanes idle while M is made.
+_SHAPES = ((32, 6), (32, 5), (16, 6), (32, 4), (16, 5), (16, 4), (32, 3), (16, 3), (8, 4), (8, 3))
+_SMALL_SHAPES = ((32, 2), (16, 2), (8, 2), (4, 2), (2, 2))
 # Teams of more than one warp meet at a named barrier of their own; a block has sixteen.
 _MOST_BARRIERS = 15
 # What the driver keeps of the shared memory of a block.
@@ -160,11 +161,10 @@ class _Chooser:
             taken = sum(group.teams * group.chunks for group in groups)
             if taken < count and count > least:
                 continue  # the same as with fewer
-            work = sum(role.cost.slots * role.chunks for role in roles)
+            work = sum(role.cost.weight * role.chunks for role in roles)
             busy = work / max(group.load for group in groups)
             time = launch_time([(role.cost, role.chunks) for role in roles], taken, busy)
-            small = [(batch, 2) for batch in (32, 16, 8, 4, 2)] if count == least else []
-            for batch, stages in (*product((32, 16, 8), _STAGES), *small):
+            for batch, stages in _SHAPES + (_SMALL_SHAPES if count == least else ()):
                 launch = Launch(groups, registers, batch, stages, time)
                 held = plan_shared(self.coupling, self.terms, launch).total * self.itemsize
                 if held <= min(self.limits.shared_bytes, self.limits.shared_total - _RESERVED):
@@ -192,12 +192,16 @@ class _Chooser:
 
 def _shared_out(group: Group) -> Group:
     """Give each role its share of the group's work. None is so small that it gets nothing."""
-    whole, total = SHARE * group.teams, sum(role.cost.slots for role in group.roles)
+    whole, total = SHARE * group.teams, sum(role.cost.weight for role in group.roles)
     roles: list[Role] = []
     start, done = 0, 0
     for role in group.roles:
-        done += role.cost.slots
+        done += role.cost.weight
         end = max(start + 1, whole * done // total)
+        # Not a piece of a few edges.
+        near = SHARE * round(end / SHARE)
+        if start < near and abs(end - near) < SHARE // 16:
+            end = near
         roles.append(replace(role, start=start, end=end))
         start = end
     return replace(group, roles=tuple(roles))

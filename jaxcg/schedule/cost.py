@@ -21,6 +21,8 @@ _WRITTEN, _ADDED = 1.15, 1.6
 BASE_REGISTERS = 44
 # Instructions an edge costs a warp beside its arithmetic: shuffles of indices, row check, loop.
 BASE_INSTRUCTIONS = 50
+# What a warp waits at an edge (copies, shared memory, dependent instructions), in issue slots that others use meanwhile.
+EDGE_WAIT = 80
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,11 @@ class RoleCost:
     cached_bytes: int
     reach: int
     channels: int
+
+    @property
+    def weight(self) -> int:
+        """Time of an edge for one warp among others, in issue slots: beside its own, what it waits at each edge."""
+        return self.slots + EDGE_WAIT
 
 
 def estimate(paths: tuple[Path, ...], factors: Factors, channels: int, itemsize: int) -> RoleCost:

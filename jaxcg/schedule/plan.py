@@ -82,8 +82,8 @@ class Group:
 
     @property
     def load(self) -> float:
-        """Issue slots for each edge of the block that fall to one of its warps."""
-        return sum(role.cost.slots for role in self.roles) / self.teams
+        """Time for each edge of the block that falls to one of its warps."""
+        return sum(role.cost.weight for role in self.roles) / self.teams
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ class Launch:
         groups: the groups of a block, warps in this order.
         registers: the most registers a thread that its warps leave room for.
         batch: edges for which M is made at once, at most 32.
-        stages: edges whose operands are on their way to shared memory or there, for each warp.
+        stages: edges whose operands are on their way to shared memory or there, for each warp, of the role that brings
+            most an edge; others have more in the same room.
         time: what it is expected to take.
     """
 

@@ -243,7 +243,7 @@ struct CopyQueue {
     const unsigned char* from;
     int bytes, exists, group;
   };
-  Copy pending[512];
+  Copy pending[4096];
   int count = 0, group = 0;
   template <int BYTES, int TO, int FROM, bool ONCE>
   void copy(SharedAddress to, const void* from, bool exists) {
