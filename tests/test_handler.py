@@ -35,7 +35,7 @@ def test_kernel_gets_operands_results_and_sizes(driver: mock_driver.MockDriver) 
     for _ in range(4):
         z = run_call(x, [Launch("add_bytes", 64, 0, 3, False)], zeroed=[0])
         np.testing.assert_array_equal(z, x)
-    launch = "cuLaunchKernel add_bytes grid 3x1x1 threads 64 shared 0 stream 7"
+    launch = "cuLaunchKernelEx add_bytes grid 3x1x1 threads 64 shared 0 stream 7"
     assert driver.take_log()[-2:] == ["cuMemsetD8Async 7 stream 7", launch]
 
 
@@ -46,11 +46,22 @@ def test_launches_run_in_order_and_the_empty_ones_are_left_out(driver: mock_driv
     assert kernels == ["g", "add_bytes", "f"]
 
 
-def test_persistent_grid_is_what_is_resident(driver: mock_driver.MockDriver) -> None:
-    launches = [Launch("f", 32, 0, 1000, True), Launch("g", 32, 0, 13, True), Launch("f", 32, 0, 1000, False)]
+def test_persistent_grid_is_one_block_a_multiprocessor(driver: mock_driver.MockDriver) -> None:
+    launches = [Launch("f", 32, 0, 1000, True), Launch("g", 32, 0, 7, True), Launch("f", 32, 0, 1000, False)]
     run_call(np.zeros(3, np.uint8), launches)
     grids = [line.split()[3] for line in driver.take_log() if line.startswith("cuLaunchKernel")]
-    assert grids == ["20x1x1", "13x1x1", "1000x1x1"]
+    assert grids == ["10x1x1", "7x1x1", "1000x1x1"]
+
+
+@pytest.mark.parametrize("major", [8, 9])
+def test_launches_start_early_where_the_device_can(driver: mock_driver.MockDriver, major: int) -> None:
+    # Never the first that runs: what is ahead of it belongs to others.
+    driver.set("major", major)
+    driver.set("device", major)
+    launches = [Launch("f", 32, 0, 0, False), *(Launch(name, 32, 0, 3, False, True) for name in ("g", "f", "g"))]
+    run_call(np.zeros(3, np.uint8), launches, image=b"sm:f,g,early")
+    early = ["attribute 6" in line for line in driver.take_log() if line.startswith("cuLaunchKernel")]
+    assert early == [False, major == 9, major == 9]
 
 
 def test_each_device_is_prepared_once(driver: mock_driver.MockDriver) -> None:
@@ -86,12 +97,12 @@ def test_no_image_that_fits_lists_every_reason(driver: mock_driver.MockDriver) -
 
 def test_wrong_attribute_type_is_named(driver: mock_driver.MockDriver) -> None:
     with pytest.raises(Exception, match=r"INVALID_ARGUMENT.*attribute `launches` must be an int64 array"):
-        run_call(np.zeros(3, np.uint8), [Launch("f", 32, 0, 1, False)], launches=np.array([32, 0, 1, 0], np.int32))
+        run_call(np.zeros(3, np.uint8), [Launch("f", 32, 0, 1, False)], launches=np.array([32, 0, 1, 0, 0], np.int32))
 
 
 def test_wrong_values_are_named(driver: mock_driver.MockDriver) -> None:
     with pytest.raises(Exception, match=r"INVALID_ARGUMENT: jaxcg_launch \(a product\): launch 0: threads must be"):
-        run_call(np.zeros(3, np.uint8), [Launch("f", 32, 0, 1, False)], launches=np.array([0, 0, 1, 0], np.int64))
+        run_call(np.zeros(3, np.uint8), [Launch("f", 32, 0, 1, False)], launches=np.array([0, 0, 1, 0, 0], np.int64))
 
 
 def test_one_digest_never_stands_for_two_programs(driver: mock_driver.MockDriver) -> None:
@@ -118,7 +129,7 @@ def test_block_too_large_for_the_device_lists_its_resources(driver: mock_driver.
         run_call(np.zeros(3, np.uint8), [Launch("f", 640, 99000, 1, True)])
 
 
-@pytest.mark.parametrize("function", ["cuLaunchKernel", "cuMemsetD8Async", "cuKernelSetAttribute"])
+@pytest.mark.parametrize("function", ["cuLaunchKernelEx", "cuMemsetD8Async", "cuKernelSetAttribute"])
 def test_failing_driver_is_named(function: str, driver: mock_driver.MockDriver) -> None:
     driver.fail(function)
     with pytest.raises(Exception, match=rf"INTERNAL: jaxcg_launch \(a product\).*{function} failed: CUDA_ERROR"):

@@ -328,16 +328,19 @@ class TestAttributes:
             ({"image_sizes": [3, 2**63 - 1]}, "got a size of 9223372036854775807"),
             ({"image_sizes": [-1, 10]}, "must be positive"),
             ({"launches": []}, "at least one launch"),
-            ({"launches": [1, 0, 1]}, "4 integers per launch"),
-            ({"launches": [128, 0, 10, 0] * 513}, "at most 512 launches"),
-            ({"launches": [128, 0, 10, 0] * 2}, "names must hold one kernel per launch: expected 2, got 1"),
+            ({"launches": [1, 0, 1, 0]}, "5 integers per launch"),
+            ({"launches": [128, 0, 10, 0, 0] * 513}, "at most 512 launches"),
+            ({"launches": [128, 0, 10, 0, 0] * 2}, "names must hold one kernel per launch: expected 2, got 1"),
             ({"names": ""}, "expected 1, got 0"),
             ({"names": "f\ng"}, "expected 1, got 2"),
-            ({"launches": [0, 0, 10, 0]}, "threads must be in [1, 1024], got 0"),
-            ({"launches": [1025, 0, 10, 0]}, "got 1025"),
-            ({"launches": [128, -1, 10, 0]}, "number of bytes >= 0, got -1"),
-            ({"launches": [128, 0, 2**31, 0]}, "max_blocks must be in [0, 2147483647], got 2147483648"),
-            ({"launches": [128, 0, 10, 2]}, "persistent must be 0 or 1, got 2"),
+            ({"launches": [0, 0, 10, 0, 0]}, "threads must be in [1, 1024], got 0"),
+            ({"launches": [1025, 0, 10, 0, 0]}, "got 1025"),
+            ({"launches": [128, -1, 10, 0, 0]}, "number of bytes >= 0, got -1"),
+            ({"launches": [128, 0, 2**31, 0, 0]}, "max_blocks must be in [0, 2147483647], got 2147483648"),
+            ({"launches": [128, 0, 10, 2, 0]}, "persistent must be 0 or 1, got 2"),
+            ({"launches": [128, 0, 10, 0, 1]}, "launch 0: early must be 0 or 1, and 0 for the first, got 1"),
+            ({"launches": [128, 0, 10, 0, 0] * 2, "names": "f\ng"}, ""),
+            ({"launches": [128, 0, 10, 0, 0, 128, 0, 10, 0, 2], "names": "f\ng"}, "launch 1: early must be 0 or 1"),
             ({"sizes": [0] * 513}, "sizes must fit"),
             ({"zeroed": [-1]}, "result numbers >= 0, got -1"),
         ],
@@ -365,5 +368,5 @@ class TestAttributes:
         assert text.count("stablehlo.custom_call @jaxcg_launch(") == 1
         assert 'names = "reverse"' in text
         assert "zeroed = dense<> : tensor<0xi64>" in text
-        assert "launches = dense<[128, 512, 1, 0]> : tensor<4xi64>" in text
+        assert "launches = dense<[128, 512, 1, 0, 0]> : tensor<5xi64>" in text
         assert jax.export.deserialize(exported.serialize()).mlir_module() == text

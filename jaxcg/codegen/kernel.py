@@ -39,6 +39,7 @@ def render_kernel(
         warp += group.teams * group.chunks
         test = f"if (warp < {warp}) " if g + 1 < len(launch.groups) else ""
         dispatch.append(f"{'} else ' if g else ''}{test}{{")
+        start = n
         for lowered in roles[n : n + len(group.roles)]:
             role = lowered.role
             context = RoleContext(
@@ -53,6 +54,7 @@ def render_kernel(
                 ring=plan.rings[g],
                 ring_size=plan.ring_sizes[g],
                 stage_size=stage_elements(problem.coupling, problem.terms, role),
+                follows=n > start,
                 first_barrier=barrier,
                 first_share=share,
                 region=region + n,

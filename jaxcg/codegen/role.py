@@ -35,6 +35,7 @@ class RoleContext:
         ring: place of the first warp's stages.
         ring_size: elements of a ring.
         stage_size: elements of a stage.
+        follows: whether its team may have done another role before.
         first_barrier: number of the first team's barrier.
         first_share: number of the first chunk's share of y gradients.
         region: number of its marks of continued receivers.
@@ -53,6 +54,7 @@ class RoleContext:
     ring: int
     ring_size: int
     stage_size: int
+    follows: bool
     first_barrier: int
     first_share: int
     region: int
@@ -317,7 +319,7 @@ def render_role(context: RoleContext) -> list[str]:
     held = [value for _, table in lowered.z_operands for _, _, value in table]
     body = [
         *_render_range(context),
-        "__syncwarp();  // all lanes are done with the piece before, which used the same memory",
+        *(["__syncwarp();  // all lanes are done with the role before, which used the same memory"] if context.follows else []),
         f"const int u = {layout.first_channel()};",
         f"const int left = {layout.mul} - u;",
         "(void)left;",
@@ -383,7 +385,8 @@ def render_role(context: RoleContext) -> list[str]:
             "  if (lane < count) {",
             *indent(_make_table(context), 2),
             "  }",
-            f"  {context.barrier}  // M is complete",
+            # A team of one warp meets at each edge anyway.
+            *([f"  {context.barrier}  // M is complete"] if lowered.role.chunks > 1 or not stage.size else []),
         ]
     body += ["#pragma unroll 1", "  for (int b = 0; b < count; ++b) {"]
     body += [*indent(_render_edge(context, stage, fetch, change, load_row), 2), "  }", "}"]

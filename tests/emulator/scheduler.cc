@@ -46,7 +46,7 @@ Index block_index, block_size, grid_size;
 namespace {
 
 constexpr int kLanes = 32;
-constexpr size_t kStackBytes = 256 * 1024;
+constexpr size_t kStackBytes = 1024 * 1024;  // A queue of copies for each role of a kernel lies there.
 constexpr unsigned char kCanary = 0xA5;
 
 enum class State { ready, waiting, exited };

@@ -7,6 +7,7 @@ receivers in different places.
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import pytest
 
 import jaxcg
 from jaxcg.runtime import launch
-from jaxcg.schedule import choose, is_packed
+from jaxcg.schedule import SHARE, choose, is_packed
 from tests import emulator
 from tests._ahead import Ahead, parameters
 from tests._cases import CASES, ORDERS, PRODUCTS, make_call, other_term_sets, term_sets
@@ -68,21 +69,25 @@ def test_cases_meet_what_kernels_must_handle() -> None:
     seen = set()
     for case in SMALL.values():
         call = make_call(case)
-        for terms in term_sets(case.weighted).values():
-            source = launch.kernel_source(call, terms, 4, LIMITS)
-            roles = [role for launch_ in choose(call.coupling, terms, 4, LIMITS).launches for role in launch_.roles]
+        for terms, itemsize in product(term_sets(case.weighted).values(), (4, 8)):
+            schedule = choose(call.coupling, terms, itemsize, LIMITS)
+            groups = [group for launch_ in schedule.launches for group in launch_.groups]
+            roles = [role for group in groups for role in group.roles]
             seen |= {"vector access" if is_packed(call.coupling, role) else "strided access" for role in roles}
             seen |= {"roles of later channels"} if any(role.chunk_start for role in roles) else set()
-            warps = [launch_.threads // 32 for launch_ in source.launches if launch_.persistent]
-            seen |= {"several launches"} if len(warps) > 1 else {"one launch"}
-            seen |= {"several warps"} if max(warps) > 1 else {"one warp"}
-            seen |= {"scratch"} if source.scratch_rows else {"no scratch"}
+            seen |= {"several launches"} if len(schedule.launches) > 1 else {"one launch"}
+            seen |= {"teams of several warps" if group.chunks > 1 else "teams of one warp" for group in groups}
+            seen |= {"one piece among teams" for group in groups for r in group.roles if r.pieces < group.teams}
+            seen |= {"roles in pieces" for role in roles if role.pieces > 1}
+            seen |= {"a piece shorter than a team's work" for role in roles if role.start % SHARE and role.end % SHARE}
+            seen |= {"scratch"} if call.indexed and any(out.slot == "z" for out in terms.outputs) else {"no scratch"}
         muls = {path.mul1 for path in call.coupling.paths}
         seen |= {"ragged"} if len(muls) > 1 else {"uniform"}
         seen |= {"tail"} if any(mul % 32 for mul in muls) else {"whole warps"}
         seen |= {"ordered" if call.ordered else "sorted" if call.indexed else "rows", case.layout}
     assert seen == {
-        *("several launches", "one launch", "several warps", "one warp", "scratch", "no scratch"),
+        *("several launches", "one launch", "teams of several warps", "teams of one warp", "scratch", "no scratch"),
+        *("roles in pieces", "one piece among teams", "a piece shorter than a team's work"),
         *("ragged", "uniform", "tail", "whole warps", "ordered", "sorted", "rows", "mul_ir", "ir_mul"),
         *("vector access", "strided access", "roles of later channels"),
     }

@@ -69,7 +69,7 @@ def test_nothing_is_found_in_whole_kernels(case: Case, order: str) -> None:
 
 TEXT_FAULTS = {
     "stored-past-the-tail": (GRAPH, "forward", r"\(FULL \|\| 32 \* t < left\) p\[", "(FULL || 32 * t <= left) p["),
-    "copied-past-the-tail": (GRAPH, "backward", r" < exist\b", " < 1 + exist"),
+    "copied-past-the-tail": (GRAPH, "backward", r" < room\b", " < 1 + room"),
     "added-past-the-tail": (
         replace(GRAPH, layout="ir_mul"), "backward", r"if \((\d+) < left\) add", r"if (\1 <= left) add",
     ),
@@ -80,10 +80,11 @@ TEXT_FAULTS = {
     "order-ignored": (
         GRAPH, "forward", r"static_cast<const int\*>\(args\.buffers\[2\]\)\[([^\]]*)\]", r"(\1)",
     ),
-    "empty-receivers-left": (GRAPH, "forward", r"empty < [^;]*;", "false;"),
-    "cut-receivers-left": (GRAPH, "forward", r"sum \+= \*part", "sum += 0 * *part"),
-    "cut-receivers-overwrite": (GRAPH, "double_backward", r"continued = row < 0", "continued = false && row < 0"),
-    "absent-edges-count": (GRAPH, "forward", r"if \(sender < 0\) \{", "if (false) {"),
+    "empty-receivers-left": (GRAPH, "forward", r"n < receiver;", "false;"),
+    "rows-outside-left": (replace(GRAPH, graph="star"), "forward", r"n < to;", "false;"),
+    "cut-receivers-left": (GRAPH, "forward", r"add_pack\(sum, from\);", "(void)from;"),
+    "cut-receivers-overwrite": (GRAPH, "double_backward", r"continued = first > 0", "continued = false && first > 0"),
+    "absent-edges-count": (GRAPH, "forward", r"if \(is_absent\) \{", "if (false) {"),
     "absent-edges-have-gradients": (GRAPH, "backward", r"const bool present = [^;]*;", "const bool present = true;"),
     "gradients-of-x-overwrite": (
         GRAPH, "backward", r"add_atomically<W>\(global \+ k, q\.v\)", "*reinterpret_cast<Pack<T, W>*>(global + k) = q",
@@ -115,7 +116,7 @@ LAUNCH_FAULTS = {
     "last-launch-missing": lambda source: replace(source, launches=source.launches[:-1]),
     "launch-twice": lambda source: replace(source, launches=(source.launches[0], *source.launches)),
     "too-little-shared-memory": lambda source: replace(
-        source, launches=tuple(replace(one, shared_bytes=one.shared_bytes - 16) for one in source.launches[:-1])
+        source, launches=tuple(replace(one, shared_bytes=max(0, one.shared_bytes - 16)) for one in source.launches)
     ),
 }
 
@@ -132,7 +133,7 @@ def test_faults_in_the_launches(name: str) -> None:
 
 
 SYNCHRONISATION = re.compile(
-    r"^ *(\w+_barrier\([\d, ]*\);|__syncwarp\(\);|queue\.(wait<\d+>|commit)\(\);)", re.MULTILINE
+    r"^ *(\w+_barrier\([^)]*\);|__syncwarp\(\);|queue\.(wait<\d+>|commit)\(\);)", re.MULTILINE
 )
 
 
@@ -144,13 +145,10 @@ def test_every_barrier_and_wait_is_needed(layout: str, order: str) -> None:
     text = source_of(case, order, "float32").text
     places = [match.span(1) for match in SYNCHRONISATION.finditer(text, text.index("struct Args"))]
     dropped = {text[start:end] for start, end in places}
-    assert len(places) >= 5 and any("_barrier" in name for name in dropped) and any("wait" in name for name in dropped)
+    assert len(places) >= 4 and any("wait" in name for name in dropped)
+    assert order == "gradient_y" or any("_barrier" in name for name in dropped)  # of y alone: no M
     for start, end in places:
         line = text[text.rindex("\n", 0, start) + 1 : text.index("\n", end)].strip()
-        if order == "backward" and "last batch" in line:
-            # One role has two other barriers a batch, so this one is for blocks of several, which the host keeps
-            # closer together than a GPU does.
-            continue
 
         def spoiled(*given, span: tuple[int, int] = (start, end)) -> KernelSource:
             source = real_source(*given)

@@ -42,15 +42,15 @@ def test_with_more_stages(sanitizer: Sanitizer) -> None:
 
 
 def test_a_dropped_barrier_is_found_as_a_race() -> None:
-    """The tests above can fail: without the barrier after M is made, the warps of a role race for it."""
+    """The tests above can fail: without the barrier after M is made, the warps of a team race for it."""
     build = emulator.sanitized_image("thread")
     spoiled: list[int] = []
 
     def without_barrier(text: str) -> bytes:
-        text, count = re.subn(r"role_barrier\(\d+, \d+\);  // M is complete", "// dropped", text)
+        text, count = re.subn(r"team_barrier\([^)]*\);  // M is complete", "// dropped", text)
         spoiled.append(count)
         return build(text)
 
     with emulator.emulated(without_barrier), pytest.raises(jax.errors.JaxRuntimeError, match="data race"):
-        check(CASES["vector-access"], "forward", "float32", [("forward", 3)])
+        check(Case("team", "70x1o", "1o", "0e+1e", nodes=9, edges=70), "forward", "float32", [("forward", 3)])
     assert spoiled and all(spoiled)

@@ -243,7 +243,7 @@ struct CopyQueue {
     const unsigned char* from;
     int bytes, exists, group;
   };
-  Copy pending[4096];
+  Copy pending[1024];
   int count = 0, group = 0;
   template <int BYTES, int TO, int FROM, bool ONCE>
   void copy(SharedAddress to, const void* from, bool exists) {
@@ -320,11 +320,11 @@ __device__ __forceinline__ T transpose_sum(T (&v)[N], int lane) {
 }
 
 // The same for 8, 16 or 32 values through shared memory, which costs a third less: each lane writes a row of N values
-// and then adds up a column, or a part of one. Rows are N + 4 elements apart and parts N % 32 more, so that lanes hit
-// different banks. Lane j < N ends with value j; `place` holds 32 * (N + 5) elements of this warp's own.
+// and then adds up a column, or a part of one. Rows are 16 bytes further apart than long and parts N % 32 elements more,
+// so that lanes hit different banks. Lane j < N ends with value j; `place` holds 32 * (N + 5) elements of this warp's own.
 template <int N, class T>
 __device__ __forceinline__ T sum_lanes(T* place, const T (&v)[N], int lane) {
-  constexpr int ROW = N + 4, PART = N * ROW + N % 32;
+  constexpr int ROW = N + 16 / sizeof(T), PART = N * ROW + N % 32;
   T* const row = place + lane / N * PART + lane % N * ROW;
 #pragma unroll
   for (int q = 0; q < N; q += 4) store_quad(row + q, v[q], v[q + 1], v[q + 2], v[q + 3]);
