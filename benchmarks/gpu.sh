@@ -6,7 +6,7 @@
 #   benchmarks/gpu.sh bench [ARGUMENTS]   our own times; ARGUMENTS go to convolution.py
 #   benchmarks/gpu.sh peers [ARGUMENTS]   the same beside the peers that are installed
 #   benchmarks/gpu.sh all                 tests, then peers
-#   benchmarks/gpu.sh do 'COMMANDS'       install once, then any of: tests, sanitize, bench, peers, convolution NAME ...
+#   benchmarks/gpu.sh do 'COMMANDS'       install once, then any of: tests, sanitize, bench, peers, special, convolution NAME ...
 #
 # WHEELS=DIR   no network: install nothing but our source and the wheels in DIR (a source archive there is built if the
 #              package it holds cannot be imported). Without it, pip fetches what the package needs; the peers are
@@ -76,6 +76,11 @@ convolution() {
     local name=$1
     shift
     "$PYTHON" benchmarks/convolution.py --output "$out/$name.jsonl" "$@" 2>&1 | tee "$out/$name.log"
+}
+
+# Odd graphs and products, host cost, first calls.
+special() {
+    "$PYTHON" benchmarks/special.py --output "$out/special.jsonl" 2>&1 | tee "$out/special.log"
 }
 
 bench() {

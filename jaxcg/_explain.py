@@ -1,10 +1,11 @@
-"""`TensorProduct.explain`: the paths of a product as a table, with what they cost and what runs them."""
+"""`TensorProduct.explain`: the paths of a product as a table, with what they cost and what runs them, and how."""
 
 from math import prod
 
 from ._coupling import Path, couple
 from ._problem import TensorProduct
 from ._support import path_obstacle
+from ._terms import TermSet, forward, jvp, prune, transpose
 
 _HEADER = ("path", "in1", "in2", "out", "mode", "nonzeros", "weights", "runs on")
 _NUMBERS = (0, 5, 6)  # right-aligned columns
@@ -69,7 +70,65 @@ def explain(tp: TensorProduct) -> str:
         f"per row: {row_flops(tp)} floating-point operations, at least {row_bytes(tp, 4)} bytes in float32 and "
         f"{row_bytes(tp, 8)} in float64 (each operand read once, the result written once)",
     ]
-    return "\n".join([title, *_table(rows), *footer])
+    return "\n".join([title, *_table(rows), *footer, *_schedules(tp)])
+
+
+def _orders(weighted: bool) -> dict[str, TermSet]:
+    """What a convolution, its backward pass and the backward pass of that compute."""
+    terms = {"forward": forward(weighted)}
+    for order, before in (("backward", "forward"), ("double backward", "backward")):
+        count = len(terms[before].operands)
+        outputs = len(terms[before].outputs)
+        pushed = jvp(terms[before], [True] * count)
+        pulled = transpose(pushed, [False] * count + [True] * count, [True] * outputs)
+        terms[order] = prune(pulled, [True] * count)[0]
+    return terms
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _schedules(tp: TensorProduct) -> list[str]:
+    """How the kernels of a convolution are laid out on one H200, and why."""
+    from ._primitive import resolve
+    from .schedule import H200, choose
+    from .schedule.cost import STREAM_BYTES_A_CYCLE, nanoseconds
+
+    support = tp.kernel_support()
+    if not support.ok or support.swapped:
+        return []
+    weighted = any(path.weight_offset is not None for path in couple(tp).paths)
+    coupling = resolve(tp, True, False, "streamed" if weighted else "none")
+    if not coupling.paths:
+        return []
+    lines = [
+        "kernels of the convolution on one H200, expected time for each edge (floor: y and w once, at a copy's rate):"
+    ]
+    for itemsize, dtype in ((4, "float32"), (8, "float64")):
+        for order, terms in _orders(weighted).items():
+            schedule = choose(coupling, terms, itemsize, H200)
+            slots = (*terms.operands, *(out.slot for out in terms.outputs))
+            moved = slots.count("w") * coupling.weight_numel + slots.count("y") * coupling.dim_in2
+            floor = nanoseconds(moved * itemsize / STREAM_BYTES_A_CYCLE)
+            time = nanoseconds(sum(launch.time.total for launch in schedule.launches))
+            count = len(schedule.launches)
+            lines.append(
+                f"{dtype} {order}: {time:.2f} ns, floor {floor:.2f} ns ({100 * floor / time:.0f} %), "
+                f"{count} launch{'' if count == 1 else 'es'}"
+            )
+            for launch in schedule.launches:
+                roles = ", ".join(
+                    f"l={coupling.paths[role.paths[0]].l1} ({_count(len(role.paths), 'path')}, "
+                    f"{_count(role.channels, 'channel')} a lane)"
+                    for role in launch.roles
+                )
+                limit = "memory" if launch.time.memory > launch.time.issue else "instructions"
+                lines.append(
+                    f"  {nanoseconds(launch.time.total):.2f} ns, limited by {limit}: {launch.warps} warps of "
+                    f"{launch.registers} registers, {launch.stages} stages; {roles}"
+                )
+    return lines
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

@@ -278,3 +278,26 @@ def test_explain_says_what_a_kernel_runs_and_what_nothing_runs() -> None:
     assert "cuda kernel (plain product only)" in swapped
     empty = TensorProduct.full("8x0e+0x1o", "0e").explain()
     assert "nothing: multiplicity 0" in empty
+
+
+def test_explain_says_how_kernels_are_laid_out_and_what_they_should_take() -> None:
+    text = TensorProduct.channelwise("64x0e+64x1o", "0e+1o", "0e+1o").explain()
+    lines = text[text.index("kernels of the convolution") :].splitlines()[1:]
+    for order in ("forward", "backward", "double backward"):
+        times = {}
+        for dtype in ("float32", "float64"):
+            (line,) = [line for line in lines if line.startswith(f"{dtype} {order}: ")]
+            found = re.fullmatch(rf"{dtype} {order}: (.+) ns, floor (.+) ns \((\d+) %\), (\d+) launch(es)?", line)
+            assert found is not None, line
+            time, floor, share, launches = map(float, found.groups()[:4])
+            assert 0 < floor < time and share == pytest.approx(100 * floor / time, abs=4)
+            # One line a launch follows, and their times add up.
+            start = lines.index(line) + 1
+            parts = lines[start : start + int(launches)]
+            assert all(
+                re.search(r"limited by (memory|instructions): \d+ warps of \d+ registers", part) for part in parts
+            )
+            assert sum(float(part.split()[0]) for part in parts) == pytest.approx(time, abs=0.01 * len(parts))
+            times[dtype] = time
+        assert times["float64"] > times["float32"]
+    assert "kernels of the convolution" not in TensorProduct.full("8x0e", "2x0e").explain()

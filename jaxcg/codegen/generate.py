@@ -8,11 +8,11 @@ from typing import Literal
 
 from jaxcg._coupling import Coupling
 from jaxcg._terms import TermSet
+from jaxcg.codegen.context import PIECE_EDGES
 from jaxcg.codegen.kernel import render_fix_up, render_kernel
 from jaxcg.codegen.lower import LoweredRole, lower_role
 from jaxcg.codegen.problem import Problem
 from jaxcg.codegen.render import Number
-from jaxcg.codegen.role import PIECE_EDGES
 from jaxcg.codegen.sums import SUM_EDGES, render_share_sum
 from jaxcg.codegen.verify import verify
 from jaxcg.schedule import Schedule, plan_shared
@@ -143,7 +143,7 @@ def generate(
         *(
             f"// launch {n}: "
             + "; ".join(
-                f"paths {role.paths}, {role.pieces} pieces a block, {role.chunks} warps of {32 * role.channels} channels"
+                f"paths {role.paths}, {role.pieces} pieces a block, {role.chunks} warps a team, C = {role.channels}"
                 for role in launch.roles
             )
             for n, launch in enumerate(schedule.launches)

@@ -11,9 +11,10 @@ timing. (Sorted receivers and a fix-up of cut rows: Bharadwaj et al., arXiv:2501
 
 from math import gcd
 
+from jaxcg.codegen.context import RoleContext
 from jaxcg.codegen.lower import LoweredRole
 from jaxcg.codegen.problem import Problem, indent
-from jaxcg.codegen.role import RoleContext, render_role
+from jaxcg.codegen.role import render_role
 from jaxcg.schedule import Schedule, plan_shared
 from jaxcg.schedule.shared import stage_elements
 
@@ -131,9 +132,8 @@ def render_fix_up(problem: Problem, schedule: Schedule, columns: list[list[tuple
             lines.append(f"    if (role == {number}) {{")
             for start, length in ranges:
                 unit = gcd(16 // problem.number.itemsize, start, length, width)
-                lines.append(
-                    f"      add_rows<{unit}, {width}>(z + {start}, rows + {start}, last - first, {length}, piece - first);"
-                )
+                where = f"z + {start}, rows + {start}, last - first, {length}, piece - first"
+                lines.append(f"      add_rows<{unit}, {width}>({where});")
             lines.append("    }")
         lines.append("  }")
     return [*lines, "}"]

@@ -73,13 +73,21 @@ class Problem:
         base = f"static_cast<T*>({self.extra(2 * self.has_scratch)})"
         return f"{base} + ({number} * args.sizes[0] + {edge}) * {width}ll"
 
-    def index(self, name: str) -> str:
-        """Pointer to an index buffer."""
-        return f"static_cast<const int*>(args.buffers[{('senders', 'receivers', 'order').index(name)}])"
+    def declare_indices(self) -> list[str]:
+        """Statements that name the index buffers `senders`, `receivers` and `order`."""
+        names = [*(("senders", "receivers") if self.indexed else ()), *(("order",) if self.ordered else ())]
+        return [
+            f"const int* const {name} = static_cast<const int*>(args.buffers[{number}]);"
+            for number, name in enumerate(names)
+        ]
+
+    def receiver(self, position: str) -> str:
+        """Receiver of the edge at a position of the walk."""
+        return f"receivers[{self.edge_at(position)}]"
 
     def edge_at(self, position: str) -> str:
         """Number of the edge at a position of the walk."""
-        return f"{self.index('order')}[{position}]" if self.ordered else position
+        return f"order[{position}]" if self.ordered else position
 
 
 @dataclass(frozen=True)
@@ -116,19 +124,17 @@ class RoleLayout:
         """Whether all lanes of all chunks hold existing channels."""
         return self.mul % self.slice == 0
 
-    @property
-    def access(self) -> str:
-        """The prelude's accessor."""
-        return f"Access<{_bool(self.packed)}, {_bool(self.full)}, {self.channels}>"
+    def declare_types(self) -> list[str]:
+        """Names of a role's types: its lanes, and how they reach global memory and their stages in shared memory.
 
-    @property
-    def shared_access(self) -> str:
-        """The accessor of shared memory, where lanes without channels hold zeros: no predicate."""
-        return f"Access<{_bool(self.packed)}, true, {self.channels}>"
-
-    @property
-    def lanes(self) -> str:
-        return f"Lanes<T, {self.channels}>"
+        In shared memory lanes without channels hold zeros, so that it needs no predicate.
+        """
+        packed = _bool(self.packed)
+        return [
+            f"typedef Lanes<T, {self.channels}> V;",
+            f"typedef Access<{packed}, {_bool(self.full)}, {self.channels}> Global;",
+            f"typedef Access<{packed}, true, {self.channels}> Shared;",
+        ]
 
     def first_channel(self) -> str:
         """Expression of u."""

@@ -47,8 +47,8 @@ class Addresses:
     gw: Callable[[int, int, str], str]
 
 
-def _declaration(value: Value, channels: int) -> str:
-    return f"T {value.name}" if value.kind == SCALAR else f"Lanes<T, {channels}> {value.name}"
+def _declaration(value: Value) -> str:
+    return f"{'T' if value.kind == SCALAR else 'V'} {value.name}"
 
 
 def render_program(role: LoweredRole, program: Program, number: Number, at: Addresses) -> list[str]:
@@ -72,7 +72,7 @@ def _statements(op: Op, channels: int, number: Number, at: Addresses, loaded: se
     match op.code:
         case "load_w":
             operand, path = op.at
-            return [f"const Lanes{lanes} {out} = {at.w(operand, path)};"]
+            return [f"const V {out} = {at.w(operand, path)};"]
         case "load_m":
             operand, entry = op.at
             quad = entry // 4
@@ -82,13 +82,13 @@ def _statements(op: Op, channels: int, number: Number, at: Addresses, loaded: se
                 lines.append(f"const Quad<T> q{operand}_{quad} = load_quad({at.m(operand)} + {4 * quad});")
             return [*lines, f"const T {out} = q{operand}_{quad}.v[{entry % 4}];"]
         case "zero_lanes":
-            return [f"Lanes{lanes} {out} = zeros{lanes}();"]
+            return [f"V {out} = zeros{lanes}();"]
         case "zero_scalar":
             return [f"T {out} = T(0);"]
         case "multiply":
-            return [f"Lanes{lanes} {out} = mul({args[0]}, {args[1]});"]
+            return [f"V {out} = mul({args[0]}, {args[1]});"]
         case "scale":
-            return [f"Lanes{lanes} {out} = zeros{lanes}();", f"fma({out}, {sign}{args[0]}, {args[1]});"]
+            return [f"V {out} = zeros{lanes}();", f"fma({out}, {sign}{args[0]}, {args[1]});"]
         case "add":
             return [f"add({out}, {args[0]});"]
         case "fma":
@@ -112,7 +112,7 @@ def declare(values: list[Value], channels: int, zero: bool) -> list[str]:
         start = ""
         if zero:
             start = " = T(0)" if value.kind == SCALAR else f" = zeros<T, {channels}>()"
-        lines.append(f"{_declaration(value, channels)}{start};")
+        lines.append(f"{_declaration(value)}{start};")
     return lines
 
 

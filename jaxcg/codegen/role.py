@@ -1,109 +1,13 @@
 """The function of a role: everything that one of its warps does with the edges of its piece."""
 
-from dataclasses import dataclass
-
-from jaxcg.codegen.ir import Value
-from jaxcg.codegen.lower import LoweredRole
-from jaxcg.codegen.problem import Problem, RoleLayout, indent
+from jaxcg.codegen.context import RoleContext
+from jaxcg.codegen.problem import Problem, indent
 from jaxcg.codegen.render import Addresses, declare, render_combination, render_program
+from jaxcg.codegen.rows import ReceiverText, render_receivers, write_x_gradients, write_z
 from jaxcg.codegen.stages import Fetch, Stage, lay_out, plan_fetch
 from jaxcg.codegen.sums import render_lane_sums, render_places
-from jaxcg.schedule import SHARE, Launch
+from jaxcg.schedule import SHARE
 from jaxcg.schedule.shared import table_stride
-
-# A piece has at least this many edges on average. Fewer, and its start and the fix-up of its first receiver dominate; and
-# scratch, a row of z for each piece, would be larger than the weights of a small graph.
-PIECE_EDGES = 16
-MOST_STAGES = 12
-
-_ZTable = tuple[tuple[int, int, Value], ...]
-
-
-@dataclass(frozen=True)
-class RoleContext:
-    """A role within its launch.
-
-    Attributes:
-        problem: what is computed.
-        launch: the kernel.
-        lowered: the role.
-        name: of its function.
-        table: place of the first team's M in shared memory.
-        table_size: elements of the M of a team.
-        sums: place where the first warp sums over its lanes.
-        sum_size: elements of such a place.
-        ring: place of the first warp's stages.
-        ring_size: elements of a ring.
-        stage_size: elements of a stage.
-        follows: whether its team may have done another role before.
-        first_barrier: number of the first team's barrier.
-        first_share: number of the first chunk's share of y gradients.
-        region: number of its marks of continued receivers.
-        max_pieces: most pieces of a role.
-        exclusive: whether nobody else writes its rows of x gradients, so that plain stores do.
-    """
-
-    problem: Problem
-    launch: Launch
-    lowered: LoweredRole
-    name: str
-    table: int
-    table_size: int
-    sums: int
-    sum_size: int
-    ring: int
-    ring_size: int
-    stage_size: int
-    follows: bool
-    first_barrier: int
-    first_share: int
-    region: int
-    max_pieces: int
-    exclusive: bool
-
-    @property
-    def layout(self) -> RoleLayout:
-        return RoleLayout(self.problem, self.lowered.role, self.lowered.paths)
-
-    @property
-    def stages(self) -> int:
-        """Edges whose operands fit a ring, at most `MOST_STAGES`: a role with little work an edge needs many."""
-        return min(MOST_STAGES, self.ring_size // self.stage_size) if self.stage_size else 0
-
-    @property
-    def barrier(self) -> str:
-        """Where the warps of a team meet."""
-        chunks = self.lowered.role.chunks
-        if chunks == 1:
-            return "__syncwarp();"
-        return f"team_barrier({self.first_barrier} + team, {32 * chunks});"
-
-    def shared(self, place: int, size: int, of_warp: bool) -> str:
-        """Pointer to this team's or this warp's place in shared memory."""
-        role = self.lowered.role
-        number = "team"
-        if of_warp and role.chunks > 1:
-            chunk = "chunk" if role.chunk_start == 0 else f"(chunk - {role.chunk_start})"
-            number = f"(team * {role.chunks} + {chunk})"
-        return f"reinterpret_cast<T*>(shared_memory) + {place} + {number} * {size}"
-
-
-def _z_moves(layout: RoleLayout, table: _ZTable) -> list[tuple[str, int, str]]:
-    """(offset, step, value name) for each component of a z row of this role."""
-    moves: list[tuple[str, int, str]] = []
-    for n, k, value in table:
-        path = layout.paths[n]
-        components = 2 * path.l3 + 1
-        moves.append((layout.offset(path.out_offset, components, k), layout.step(components), value.name))
-    return moves
-
-
-def _write_z(layout: RoleLayout, target: str, table: _ZTable, zero: bool = False) -> list[str]:
-    nothing = f"zeros<T, {layout.channels}>()"
-    return [
-        f"{layout.access}::store({target} + {offset}, {step}, left, {nothing if zero else name});"
-        for offset, step, name in _z_moves(layout, table)
-    ]
 
 
 def _make_table(context: RoleContext) -> list[str]:
@@ -135,101 +39,6 @@ def _make_table(context: RoleContext) -> list[str]:
     return lines
 
 
-def _receivers(context: RoleContext) -> tuple[list[str], list[str], list[str]]:
-    """Text for a change of receiver, for writing the last one, and for a row without graph."""
-    problem, layout, dim = context.problem, context.layout, context.problem.coupling.dim_out
-    flush: list[str] = []
-    for order, (output, table) in enumerate(context.lowered.z_outputs):
-        scratch = f"static_cast<T*>({problem.extra(0)}) + ({order} * args.sizes[3] + piece) * {dim}ll"
-        flush.append(f"T* const to{output} = continued ? {scratch} : {problem.output(output)} + row * {dim}ll;")
-        flush += _write_z(layout, f"to{output}", table)
-    load: list[str] = []
-    for operand, table in context.lowered.z_operands:
-        load.append(f"const T* const from{operand} = {problem.operand(operand)} + row * {dim}ll;")
-        load += [
-            f"{name} = {layout.access}::load(from{operand} + {offset}, {step}, left);"
-            for offset, step, name in _z_moves(layout, table)
-        ]
-
-    def receivers(place: str) -> str:
-        return f"{problem.index('receivers')}[{problem.edge_at(place)}]"
-
-    def zero_rows(start: str, end: str, row: str = "n") -> list[str]:
-        lines = [f"for (int n = {start}; n < {end}; ++n) {{"]
-        for output, table in context.lowered.z_outputs:
-            lines.append(f"  T* const to{output} = {problem.output(output)} + ({row}) * {dim}ll;")
-            lines += indent(_write_z(layout, f"to{output}", table, zero=True))
-        return [*lines, "}"]
-
-    change = ["if (changes & 1u) {", "  const int receiver = __shfl_sync(0xffffffffu, my_receiver, b);"]
-    last: list[str] = []
-    if flush:
-        change += ["  if (row >= 0) {", *indent(flush, 2), "    continued = false;", "  }"]
-        change += indent(zero_rows("written + 1", "receiver"))
-        change += ["  written = receiver;"]
-        change += [
-            f"  {value.name} = zeros<T, {layout.channels}>();"
-            for _, table in context.lowered.z_outputs
-            for _, _, value in table
-        ]
-        # Rows before the first receiver and after the last are shared out, for they may be many: padding.
-        last = [
-            # A piece without edges in the middle of a receiver adds nothing to it, but its scratch is read.
-            "if (row >= 0 || continued) {",
-            *indent(flush),
-            "}",
-            "const int rows = static_cast<int>(args.sizes[2]);",
-            # Without edges all rows lie outside.
-            f"const int before = edges > 0 ? {receivers('0')} : rows;",
-            f"const int beyond = edges > 0 ? {receivers('edges - 1')} + 1 : rows;",
-            "const long long outside = before + rows - beyond;",
-            "const int from = static_cast<int>(outside * piece / pieces);",
-            "const int to = static_cast<int>(outside * (piece + 1) / pieces);",
-            *zero_rows("from", "to", "n < before ? n : n - before + beyond"),
-        ]
-    return [*change, "  row = receiver;", *indent(load), "}"], last, load
-
-
-def _write_x_gradients(context: RoleContext, stage: Stage) -> list[str]:
-    """Text that adds the x gradients of an edge to the row of its sender."""
-    problem, layout = context.problem, context.layout
-    block = 2 * layout.paths[0].l1 + 1
-    lines: list[str] = []
-    for order, output in enumerate(problem.outputs("x")):
-        row = f"{problem.output(output)} + sender * {problem.coupling.dim_in1}ll"
-        lines.append(f"T* const gx{output} = {row};")
-        if problem.coupling.layout == "mul_ir":
-            # Through shared memory, where the slice is one run: lanes hold channels, memory wants components.
-            if order:
-                lines.append("__syncwarp();")
-            place = f"stage + {stage.gradient}"
-            for i in range(block):
-                to = f"{place} + {layout.shared_offset(block, i)}"
-                lines.append(f"{layout.shared_access}::store({to}, {32 * block}, left, gx{output}_i{i});")
-            count = str(layout.slice * block)
-            if not layout.full:
-                count = f"(left + lane < {layout.slice} ? left + lane : {layout.slice}) * {block}"
-            coupling = problem.coupling
-            width = 4 if all(v % 4 == 0 for v in (coupling.dim_in1, layout.paths[0].in1_offset, layout.mul)) else 1
-            width = min(width, 16 // problem.number.itemsize)
-            start = f"gx{output} + {layout.paths[0].in1_offset} + {layout.slice * block} * chunk"
-            exclusive = "true" if context.exclusive else "false"
-            lines += ["__syncwarp();", f"move_run<{exclusive}, {width}>({start}, {place}, {count}, lane);"]
-            continue
-        for i in range(block):
-            to = f"gx{output} + {layout.offset(layout.paths[0].in1_offset, block, i)}"
-            value = f"gx{output}_i{i}"
-            if context.exclusive:
-                lines.append(f"{layout.access}::store({to}, {layout.step(block)}, left, {value});")
-            elif layout.packed:
-                lines.append(f"add_atomically<{layout.channels}>({to}, {value}.v);")
-            else:
-                for t in range(layout.channels):
-                    test = "" if layout.full else f"if ({32 * t} < left) "
-                    lines.append(f"{test}add_atomically<1>({to} + {32 * t}, {value}.v + {t});")
-    return lines
-
-
 def _render_range(context: RoleContext) -> list[str]:
     """Text that finds the edges of the piece, and marks the receiver that a boundary cuts."""
     problem, role = context.problem, context.lowered.role
@@ -244,14 +53,15 @@ def _render_range(context: RoleContext) -> list[str]:
         "const long long block_first = args.sizes[0] * blockIdx.x / gridDim.x;",
         "const long long block_edges = args.sizes[0] * (blockIdx.x + 1ll) / gridDim.x - block_first;",
         # Where the work of teams before t ends in that of the role, as an edge of the block.
-        f"const auto boundary = [&](int t) {{ const int cut = {cut}; return static_cast<int>(block_first + block_edges * "
-        f"(cut < 0 ? 0 : cut > {share} ? {share} : cut) / {share}); }};",
+        "const auto boundary = [&](int t) {",
+        f"  const int cut = {cut}, within = cut < 0 ? 0 : cut > {share} ? {share} : cut;",
+        f"  return static_cast<int>(block_first + block_edges * within / {share});",
+        "};",
         f"{'int' if problem.has_scratch else 'const int'} first = boundary(team), last = boundary(team + 1);",
     ]
     if not problem.has_scratch:
         return lines
-    receivers = problem.index("receivers")
-    receiver = lambda place: f"{receivers}[{problem.edge_at(place)}]"  # noqa: E731
+    receiver = problem.receiver
     reach = role.cost.reach
     if reach > 1:
         lines += [
@@ -299,7 +109,7 @@ def _load_indices(problem: Problem, place: str, prefix: str, names: tuple[str, .
         f"  {prefix}_edge = {problem.edge_at('position')};",
     ]
     for name in names:
-        value = f"{problem.index(name + 's')}[{prefix}_edge]"
+        value = f"{name}s[{prefix}_edge]"
         lines.append(f"  {prefix}_{name} = {value};")
         if prefix.startswith("later") and name == "sender":
             # An absent edge's operands are copied from row 0 and then ignored.
@@ -314,12 +124,18 @@ def render_role(context: RoleContext) -> list[str]:
     indexed, channels, batch = problem.indexed, layout.channels, launch.batch
     stage = lay_out(layout, context.stage_size)
     fetch = plan_fetch(layout, stage, f"{context.name}_fetch")
-    change, last, load_row = _receivers(context)
+    rows = render_receivers(context)
     accumulators = [value for _, table in lowered.z_outputs for _, _, value in table]
     held = [value for _, table in lowered.z_operands for _, _, value in table]
     body = [
+        *layout.declare_types(),
+        *problem.declare_indices(),
         *_render_range(context),
-        *(["__syncwarp();  // all lanes are done with the role before, which used the same memory"] if context.follows else []),
+        *(
+            ["__syncwarp();  // all lanes are done with the role before, which used the same memory"]
+            if context.follows
+            else []
+        ),
         f"const int u = {layout.first_channel()};",
         f"const int left = {layout.mul} - u;",
         "(void)left;",
@@ -330,10 +146,10 @@ def render_role(context: RoleContext) -> list[str]:
         body.append(f"T* const lane_sums = {context.shared(context.sums, context.sum_size, of_warp=True)};")
     if indexed:
         body += declare(accumulators + held, channels, zero=True)
-        body.append("int row = -1;")
+        body += ["int row = -1;", *rows.functions]
     body += render_places(lowered) if problem.outputs("y") else []
-    # Lane t holds the indices of the t-th edge of the batch, and of the t-th of those that are copied meanwhile; of both
-    # also those of the next batch, on their way.
+    # Lane t holds the indices of the t-th edge of the batch, and of the t-th of those that are copied meanwhile, and of
+    # both also those of the next batch, on their way.
     ahead = context.stages - 1
     mine, later = (("sender", "receiver"), ("sender",)) if indexed else ((), ())
     body += [
@@ -362,7 +178,8 @@ def render_role(context: RoleContext) -> list[str]:
     body += [
         f"for (int base = first; base < last; base += {batch}) {{",
         f"  const int count = last - base < {batch} ? last - base : {batch};",
-        f"  const int my_edge = next_edge{', my_sender = next_sender, my_receiver = next_receiver' if indexed else ''};",
+        "  const int my_edge = next_edge;",
+        *(["  const int my_sender = next_sender, my_receiver = next_receiver;"] if indexed else []),
         "  (void)my_edge;",
         *indent(_load_indices(problem, f"base + {batch} + lane", "next", mine, False)),
     ]
@@ -389,8 +206,8 @@ def render_role(context: RoleContext) -> list[str]:
             *([f"  {context.barrier}  // M is complete"] if lowered.role.chunks > 1 or not stage.size else []),
         ]
     body += ["#pragma unroll 1", "  for (int b = 0; b < count; ++b) {"]
-    body += [*indent(_render_edge(context, stage, fetch, change, load_row), 2), "  }", "}"]
-    body += ["}", *last] if indexed else []
+    body += [*indent(_render_edge(context, stage, fetch, rows), 2), "  }", "}"]
+    body += ["}", *rows.last] if indexed else []
     head = (
         f"__device__ __forceinline__ void {context.name}(const Args& args, unsigned char* shared_memory, int lane, "
         "int chunk, int team) {"
@@ -398,9 +215,7 @@ def render_role(context: RoleContext) -> list[str]:
     return [*(fetch.text if stage.size else ()), head, *indent(body), "}"]
 
 
-def _render_edge(
-    context: RoleContext, stage: Stage, fetch: Fetch, change: list[str], load_row: list[str]
-) -> list[str]:
+def _render_edge(context: RoleContext, stage: Stage, fetch: Fetch, rows: ReceiverText) -> list[str]:
     """What a warp does with edge b of the batch."""
     problem, layout, lowered, launch = context.problem, context.layout, context.lowered, context.launch
     coupling, indexed, channels, ahead = problem.coupling, problem.indexed, layout.channels, context.stages - 1
@@ -430,13 +245,13 @@ def _render_edge(
     shares = _share_rows(context)
     edge += [f"T* const share{order} = {row};" for order, row in enumerate(shares)]
     at = Addresses(
-        w=lambda o, n: f"{layout.shared_access}::load(stage + {stage.w[o] + n * layout.slice} + w_lane, 32, left)",
+        w=lambda o, n: f"Shared::load(stage + {stage.w[o] + n * layout.slice} + w_lane, 32, left)",
         m=lambda o: f"m{o}",
-        gw=lambda o, n, value: f"{layout.access}::store_once(gw{o} + {layout.paths[n].weight_offset}, 32, left, {value})",
+        gw=lambda o, n, value: f"Global::store_once(gw{o} + {layout.paths[n].weight_offset}, 32, left, {value})",
     )
     if indexed:
         edge += [
-            *change,
+            *rows.change,
             "const bool is_absent = absent & 1u;",
             "changes >>= 1, absent >>= 1;",
             "if (is_absent) {  // its gradients are 0, whatever its operands hold",
@@ -456,15 +271,14 @@ def _render_edge(
         edge += ["const int sender = edge, row = edge;", "(void)sender, (void)row;"]
         accumulators = [value for _, table in lowered.z_outputs for _, _, value in table]
         held = [value for _, table in lowered.z_operands for _, _, value in table]
-        edge += declare(accumulators, channels, zero=True) + declare(held, channels, zero=False) + load_row
+        edge += declare(accumulators, channels, zero=True) + declare(held, channels, zero=False) + rows.load
     if problem.operands("w"):
         edge.append(f"const int w_lane = {f'{channels} * lane' if layout.packed else 'lane'};")
     block = 2 * layout.paths[0].l1 + 1
     for n, place in stage.x.items():
         step = 32 if coupling.layout == "ir_mul" else 32 * block
         edge += [
-            f"const {layout.lanes} x{n}_i{i} = {layout.shared_access}::load(stage + {place} + "
-            f"{layout.shared_offset(block, i)}, {step}, left);"
+            f"const V x{n}_i{i} = Shared::load(stage + {place} + {layout.shared_offset(block, i)}, {step}, left);"
             for i in range(block)
         ]
     stride = table_stride(coupling, lowered.role)
@@ -472,20 +286,18 @@ def _render_edge(
         edge += [f"const T* const m{n} = table + {order * launch.batch * stride} + b * {stride};", f"(void)m{n};"]
     edge += declare([v for v in lowered.program.inputs if v.name.startswith(("gx", "gy"))], channels, zero=True)
     edge += render_program(lowered, lowered.program, problem.number, at)
-    edge += _write_x_gradients(context, stage)
+    edge += write_x_gradients(context, stage)
     if not indexed:
         for output, table in lowered.z_outputs:
             edge.append(f"T* const to{output} = {problem.output(output)} + row * {coupling.dim_out}ll;")
-            edge += _write_z(layout, f"to{output}", table)
+            edge += write_z(layout, f"to{output}", table)
     for order, sums in enumerate(lowered.program.y_sums):
         edge += render_lane_sums(problem, lowered, order, sums, "lane_sums", f"share{order}")
         if not problem.has_shares and len(lowered.y_components) < coupling.dim_in2:
             # Nobody else writes the components that no path reads.
             missing = [j for j in range(coupling.dim_in2) if j not in lowered.y_components]
             test = " || ".join(f"j == {j}" for j in missing)
-            edge.append(
-                f"for (int j = lane; j < {coupling.dim_in2}; j += 32) if ({test}) share{order}[j] = T(0);"
-            )
+            edge.append(f"for (int j = lane; j < {coupling.dim_in2}; j += 32) if ({test}) share{order}[j] = T(0);")
     return edge
 
 

@@ -153,7 +153,11 @@ def plan_fetch(layout: RoleLayout, stage: Stage, name: str) -> Fetch:
     each = 1 if coupling.layout == "ir_mul" else block
     for operand, place in stage.x.items():
         start = paths[0].in1_offset
-        bases[f"x{operand}"] = (f"{problem.operand(operand)} + {layout.slice * each} * chunk", "sender", coupling.dim_in1)
+        bases[f"x{operand}"] = (
+            f"{problem.operand(operand)} + {layout.slice * each} * chunk",
+            "sender",
+            coupling.dim_in1,
+        )
         if coupling.layout == "ir_mul":
             plan.run(f"x{operand}", place, start, layout.slice, block, layout.mul, x_width, layout.full)
         else:

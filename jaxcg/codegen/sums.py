@@ -83,9 +83,10 @@ def render_share_sum(problem: Problem, shares: list[tuple[int, ...]], name: str)
         0 < len(set(range(j, j + unit)) & set(share)) < unit for share in shares for j in range(0, width, unit)
     ):
         unit = 1
-    present = f"{problem.index('senders')}[edge] >= 0" if problem.indexed else "true"
+    present = "senders[edge] >= 0" if problem.indexed else "true"
     lines = [
         f'extern "C" __global__ void __launch_bounds__(256) {name}(const Args args) {{',
+        *indent(problem.declare_indices()),
         "  release_next_launch();",
         "  await_last_launch();",
         f"  const long long first = {SUM_EDGES}ll * blockIdx.x;",

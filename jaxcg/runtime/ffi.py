@@ -84,7 +84,11 @@ def call_attributes(
         number
         for launch in launches
         for number in (
-            launch.threads, launch.shared_bytes, launch.max_blocks, int(launch.persistent), int(launch.early)
+            launch.threads,
+            launch.shared_bytes,
+            launch.max_blocks,
+            int(launch.persistent),
+            int(launch.early),
         )
     ]
     return {

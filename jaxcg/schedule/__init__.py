@@ -4,10 +4,11 @@ Pure functions of the problem; nothing here knows CUDA text (`jaxcg.codegen` fol
 """
 
 from jaxcg.schedule.choose import choose
-from jaxcg.schedule.plan import SHARE, DeviceLimits, Group, Launch, Role, Schedule
+from jaxcg.schedule.plan import H200, SHARE, DeviceLimits, Group, Launch, Role, Schedule
 from jaxcg.schedule.shared import SharedPlan, is_packed, plan_shared
 
 __all__ = [
+    "H200",
     "SHARE",
     "DeviceLimits",
     "Group",

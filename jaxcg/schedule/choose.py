@@ -215,14 +215,14 @@ def _time(launches: tuple[Launch, ...]) -> float:
 _MOST_TOGETHER = 8
 
 
-def choose(coupling: Coupling, terms: TermSet, itemsize: int, limits: DeviceLimits = DeviceLimits()) -> Schedule:
+def choose(coupling: Coupling, terms: TermSet, itemsize: int, limits: DeviceLimits | None = None) -> Schedule:
     """Lay a term set over launches, roles and lanes.
 
     Args:
         coupling: the resolved product: every path channelwise, with an output slot of its own.
         terms: what to compute.
         itemsize: 4 for float32, 8 for float64.
-        limits: what a block may use.
+        limits: what a block may use; as on the smallest GPU if left out.
 
     Returns:
         The schedule, a pure function of the arguments.
@@ -230,6 +230,7 @@ def choose(coupling: Coupling, terms: TermSet, itemsize: int, limits: DeviceLimi
     Raises:
         UnsupportedError: a path needs more shared memory than there is.
     """
+    limits = limits or DeviceLimits()
     chooser = _Chooser(coupling, terms, itemsize, limits)
     blocks = list(chooser.blocks)
     # For the blocks from each place on: the time and the launches.
@@ -243,4 +244,3 @@ def choose(coupling: Coupling, terms: TermSet, itemsize: int, limits: DeviceLimi
             if start not in best or _time(launches) + time < best[start][0]:
                 best[start] = (_time(launches) + time, launches + rest)
     return Schedule(best[0][1], limits.multiprocessors)
-

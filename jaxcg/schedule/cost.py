@@ -14,6 +14,7 @@ from jaxcg._coupling import Path
 from jaxcg._terms import TermSet
 
 # One H200: 132 multiprocessors at 1.755 GHz; a copy moves 4.3 TB/s, the L2 serves about 4.9 TB/s.
+_MULTIPROCESSORS, _GIGAHERTZ = 132, 1.755
 STREAM_BYTES_A_CYCLE = 18.6
 CACHED_BYTES_A_CYCLE = 21.0
 # What a byte written, and a byte added atomically, cost the L2 beside a byte read.
@@ -22,7 +23,7 @@ _WRITTEN, _ADDED = 1.15, 1.6
 BASE_REGISTERS = 44
 # Instructions an edge costs a warp beside its arithmetic: shuffles of indices, row check, loop.
 BASE_INSTRUCTIONS = 50
-# What a warp waits at an edge (copies, shared memory, dependent instructions), in issue slots that others use meanwhile.
+# What a warp waits at an edge (copies, shared memory, dependent instructions), in issue slots, which others use then.
 # Forward pass of mace-large, dhfr, with 80, 150, 250 and 400: float32 0.181, 0.178, 0.1755, 0.177 ms, float64 0.338,
 # 0.329, 0.323, 0.329.
 EDGE_WAIT = 250
@@ -198,10 +199,10 @@ def estimate(paths: tuple[Path, ...], factors: Factors, channels: int, itemsize:
         multiply_adds=multiply_adds,
         slots=other + multiply_adds * itemsize // 4,
         stream_bytes=weighted * (n["w"] + n["W"]) * lanes,
-        cached_bytes=int(
-            (weighted * (n["w"] + _WRITTEN * n["W"]) + x_dim * (n["x"] + _ADDED * n["X"])) * lanes
+        cached_bytes=int((weighted * (n["w"] + _WRITTEN * n["W"]) + x_dim * (n["x"] + _ADDED * n["X"])) * lanes),
+        reach=int(
+            3 * components * n["Z"] * lanes / CACHED_BYTES_A_CYCLE * 2.6 / (other + multiply_adds * itemsize // 4)
         ),
-        reach=int(3 * components * n["Z"] * lanes / CACHED_BYTES_A_CYCLE * 2.6 / (other + multiply_adds * itemsize // 4)),
         channels=c,
     )
 
@@ -252,3 +253,8 @@ def launch_time(roles: list[tuple[RoleCost, int]], warps: int, busy: float) -> L
     # Half of what idle warps could have done, the others do meanwhile.
     idle = 1 + 0.5 * (warps / busy - 1)
     return LaunchTime(issue, memory, (issue**4 + memory**4) ** 0.25 * idle + LAUNCH_CYCLES)
+
+
+def nanoseconds(cycles: float) -> float:
+    """Cycles of one multiprocessor, in time of the whole device: what an edge takes among many."""
+    return cycles / _MULTIPROCESSORS / _GIGAHERTZ

@@ -78,7 +78,7 @@ TEXT_FAULTS = {
     ),
     "sender-off-by-one": (GRAPH, "forward", r"\bsender \* ", "(sender > 0 ? sender - 1 : sender) * "),
     "order-ignored": (
-        GRAPH, "forward", r"static_cast<const int\*>\(args\.buffers\[2\]\)\[([^\]]*)\]", r"(\1)",
+        GRAPH, "forward", r"\border\[([^\]]*)\]", r"(\1)",
     ),
     "empty-receivers-left": (GRAPH, "forward", r"n < receiver;", "false;"),
     "rows-outside-left": (replace(GRAPH, graph="star"), "forward", r"n < to;", "false;"),
@@ -132,9 +132,7 @@ def test_faults_in_the_launches(name: str) -> None:
     assert fault_found(GRAPH, "double_backward", spoiled)
 
 
-SYNCHRONISATION = re.compile(
-    r"^ *(\w+_barrier\([^)]*\);|__syncwarp\(\);|queue\.(wait<\d+>|commit)\(\);)", re.MULTILINE
-)
+SYNCHRONISATION = re.compile(r"^ *(\w+_barrier\([^)]*\);|__syncwarp\(\);|queue\.(wait<\d+>|commit)\(\);)", re.MULTILINE)
 
 
 @pytest.mark.parametrize("order", ["forward", "gradient_y", "backward"])

@@ -122,10 +122,10 @@ const jaxcg::driver::Api kApi = [] {
       const auto* source = reinterpret_cast<const unsigned char*>(words[0]);
       for (size_t index = 0; index < words[2]; ++index) destination[index] += source[index];
     }
-    std::string text = kernel->name + " grid " + std::to_string(config->grid_x) + "x" +
-                       std::to_string(config->grid_y) + "x" + std::to_string(config->grid_z) + " threads " +
-                       std::to_string(config->block_x) + " shared " + std::to_string(config->dynamic_shared_bytes) +
-                       " stream " + std::to_string(reinterpret_cast<size_t>(config->stream));
+    std::string text = kernel->name + " grid " + std::to_string(config->grid_x) + "x" + std::to_string(config->grid_y) +
+                       "x" + std::to_string(config->grid_z) + " threads " + std::to_string(config->block_x) +
+                       " shared " + std::to_string(config->dynamic_shared_bytes) + " stream " +
+                       std::to_string(reinterpret_cast<size_t>(config->stream));
     if (config->num_attributes != 0) text += " attribute " + std::to_string(config->attributes[0].id);
     return mock().Record("cuLaunchKernelEx", text);
   };

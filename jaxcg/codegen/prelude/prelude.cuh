@@ -320,8 +320,9 @@ __device__ __forceinline__ T transpose_sum(T (&v)[N], int lane) {
 }
 
 // The same for 8, 16 or 32 values through shared memory, which costs a third less: each lane writes a row of N values
-// and then adds up a column, or a part of one. Rows are 16 bytes further apart than long and parts N % 32 elements more,
-// so that lanes hit different banks. Lane j < N ends with value j; `place` holds 32 * (N + 5) elements of this warp's own.
+// and then adds up a column, or a part of one. Rows are 16 bytes further apart than long and parts N % 32 elements
+// more, so that lanes hit different banks. Lane j < N ends with value j; `place` holds 32 * (N + 5) elements of this
+// warp's own.
 template <int N, class T>
 __device__ __forceinline__ T sum_lanes(T* place, const T (&v)[N], int lane) {
   constexpr int ROW = N + 16 / sizeof(T), PART = N * ROW + N % 32;
