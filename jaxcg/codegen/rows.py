@@ -86,7 +86,7 @@ def render_receivers(context: RoleContext) -> ReceiverText:
         # Without edges all rows lie outside.
         f"const int before = edges > 0 ? {problem.receiver('0')} : rows;",
         f"const int beyond = edges > 0 ? {problem.receiver('edges - 1')} + 1 : rows;",
-        "const long long outside = before + rows - beyond;",
+        "const long long outside = static_cast<long long>(before) + rows - beyond;",
         "const int from = static_cast<int>(outside * piece / pieces);",
         "const int to = static_cast<int>(outside * (piece + 1) / pieces);",
         "for (int n = from; n < to; ++n) clear(n < before ? n : n - before + beyond);",

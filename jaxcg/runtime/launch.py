@@ -18,8 +18,8 @@ from jaxcg.codegen import KernelSource, generate
 from jaxcg.runtime import cache, ffi, nvrtc
 from jaxcg.schedule import DeviceLimits, choose
 
-# Loops step past the last row by a batch.
-_MOST_ROWS = 2**31 - 64
+# Counters of edges step past the last by up to two batches and a ring.
+_MOST_ROWS = 2**31 - 128
 
 # Shared memory of a multiprocessor, and the most that one block may have, by architecture (CUDA programming guide,
 # compute capabilities). An architecture that is not listed gets the least of all since sm_80.
