@@ -1,6 +1,6 @@
 """From a product to its coefficients: the sorted nonzeros of c_p C^p_ijk, in float64, for each path."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, lru_cache
 from itertools import product
@@ -56,6 +56,32 @@ class Coupling:
     dim_out: int
     weight_numel: int
     layout: str
+
+
+def exchange(coupling: Coupling) -> Coupling:
+    """The coupling with the roles of x and z exchanged: C_kji where there was C_ijk.
+
+    Every path of `coupling` has a slot of z of its own, which becomes a block of x; its result, a gradient of the x
+    block that it read, gets a slot of its own, in the order of the paths.
+    """
+    paths: list[Path] = []
+    at = 0
+    for number, path in enumerate(coupling.paths):
+        paths.append(
+            replace(
+                path,
+                mul1=path.mul_out,
+                mul_out=path.mul1,
+                l1=path.l3,
+                l3=path.l1,
+                in1_block=number,
+                in1_offset=path.out_offset,
+                out_offset=at,
+                entries=tuple(sorted((k, j, i, value) for i, j, k, value in path.entries)),
+            )
+        )
+        at += path.mul1 * (2 * path.l1 + 1)
+    return replace(coupling, paths=tuple(paths), dim_in1=coupling.dim_out, dim_out=at)
 
 
 def _triangle(a: int, b: int, c: int) -> Fraction:

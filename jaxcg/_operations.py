@@ -146,6 +146,7 @@ def convolve(
     receivers_sorted: bool,
     edge_order: EdgeOrder | None,
     check_sorted: bool,
+    deterministic: bool,
     impl: str,
 ) -> Float[Array, "num_nodes z_dim"]:
     """Evaluate ``tp.convolve(...)``; documented at `TensorProduct.convolve`."""
@@ -156,6 +157,8 @@ def convolve(
     num_edges = senders.shape[0]
     if not isinstance(receivers_sorted, bool | np.bool_):
         raise OptionError.of("receivers_sorted", expected="True or False", received=repr(receivers_sorted))
+    if not isinstance(deterministic, bool | np.bool_):
+        raise OptionError.of("deterministic", expected="True or False", received=repr(deterministic))
     if x.ndim != 2:
         raise ShapeError(
             f"`x` of convolve must have shape [num_nodes, {x.shape[-1]}], got {list(x.shape)}; use jax.vmap"
@@ -186,11 +189,12 @@ def convolve(
         require_sorted(receivers, None if edge_order is None else edge_order.by_receiver, num_nodes)
     return _convolve(
         x, y, w, senders, receivers, edge_order,
-        tp=tp, num_nodes=num_nodes, receivers_sorted=bool(receivers_sorted), impl=impl,
+        tp=tp, num_nodes=num_nodes, receivers_sorted=bool(receivers_sorted), deterministic=bool(deterministic),
+        impl=impl,
     )  # fmt: skip
 
 
-@partial(jax.jit, static_argnames=("tp", "num_nodes", "receivers_sorted", "impl"), inline=True)
+@partial(jax.jit, static_argnames=("tp", "num_nodes", "receivers_sorted", "deterministic", "impl"), inline=True)
 def _convolve(
     x: Array,
     y: Array,
@@ -202,6 +206,7 @@ def _convolve(
     tp: TensorProduct,
     num_nodes: int,
     receivers_sorted: bool,
+    deterministic: bool,
     impl: str,
 ) -> Float[Array, "num_nodes z_dim"]:
     num_edges = senders.shape[0]
@@ -216,7 +221,10 @@ def _convolve(
         indices += (jnp.clip(edge_order.by_receiver, 0, max(num_edges - 1, 0)).astype(jnp.int32),)
     elif not receivers_sorted and impl != "xla" and tp.kernel_support().ok:
         indices += (jnp.argsort(receivers, stable=True).astype(jnp.int32),)
-    return _evaluate(tp, x, y, w, indices, rows=num_edges, num_z=num_nodes, swapped=False, impl=impl)
+    return _evaluate(
+        tp, x, y, w, indices,
+        rows=num_edges, num_z=num_nodes, swapped=False, impl=impl, deterministic=deterministic,
+    )  # fmt: skip
 
 
 def _evaluate(
@@ -230,6 +238,7 @@ def _evaluate(
     num_z: int,
     swapped: bool,
     impl: str,
+    deterministic: bool = False,
 ) -> Float[Array, "num_z z_dim"]:
     """Bind the primitive on flat operands, after two rewrites that kernels want.
 
@@ -259,6 +268,7 @@ def _evaluate(
             num_x=x.shape[0],
             num_z=num_z,
             impl=impl,
+            deterministic=deterministic,
         )
         streamed = call.weighting == "streamed"
         operands = [x, y, w] if streamed and w is not None else [x, y]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxcg import _reference, _terms
-from jaxcg._coupling import Coupling, couple
+from jaxcg._coupling import Coupling, couple, exchange
 from jaxcg._errors import GraphError, UnsupportedError
 from jaxcg._jax_internals import (
     Primitive,
@@ -71,6 +71,8 @@ class Call:
         num_x: rows of an x operand.
         num_z: rows of a z operand.
         impl: ``"auto"``, ``"cuda"`` or ``"xla"``.
+        deterministic: kernels add up no gradient of x atomically, so that all results repeat bit by bit.
+        exchanged: the roles of x and z are exchanged, see `jaxcg._coupling.exchange`.
     """
 
     product: TensorProduct
@@ -84,10 +86,13 @@ class Call:
     num_x: int
     num_z: int
     impl: str
+    deterministic: bool = False
+    exchanged: bool = False
 
     @property
     def coupling(self) -> Coupling:
-        return resolve(self.product, self.expanded, self.swapped, self.weighting)
+        coupling = resolve(self.product, self.expanded, self.swapped, self.weighting)
+        return exchange(coupling) if self.exchanged else coupling
 
     @property
     def num_indices(self) -> int:

@@ -303,6 +303,7 @@ class TensorProduct:
         receivers_sorted: bool = False,
         edge_order: "EdgeOrder | None" = None,
         check_sorted: bool = False,
+        deterministic: bool = False,
         impl: Implementation = "auto",
     ) -> Float[Array, "receiver dim_out"]:
         r"""The product on every edge, summed at the receivers, with no per-edge result in memory.
@@ -323,6 +324,10 @@ class TensorProduct:
                 of bounds.
             edge_order: what `jaxcg.sort_edges` made of the same senders and receivers.
             check_sorted: for debugging: raise if the promise or the order is wrong; a compiled program when it runs.
+            deterministic: on a CUDA device, whether gradients of x repeat bit by bit too, in derivatives of any order.
+                Without it kernels add them atomically, and they repeat to rounding; all else repeats in either case. It
+                costs a sort of the edges by sender and reading w, y and the cotangent once more. The XLA path has its
+                own flag, ``--xla_gpu_deterministic_ops``.
             impl: see `__call__`.
 
         Returns:
@@ -340,7 +345,7 @@ class TensorProduct:
         return _operations.convolve(
             self, x, y, w, senders, receivers,
             num_nodes=num_nodes, receivers_sorted=receivers_sorted, edge_order=edge_order, check_sorted=check_sorted,
-            impl=impl,
+            deterministic=deterministic, impl=impl,
         )  # fmt: skip
 
 

@@ -160,3 +160,15 @@ def prune(terms: TermSet, used_outputs: Sequence[bool]) -> tuple[TermSet, tuple[
         TermSet(tuple(terms.operands[n] for n in kept), tuple(outputs)),
         tuple(n in read for n in range(len(terms.operands))),
     )
+
+
+def exchange(terms: TermSet) -> TermSet:
+    """Terms that leave x open, as terms of the form with x and z exchanged: they leave z open.
+
+    >>> exchange(TermSet(("y", "w", "z"), (Output("x", (Term(None, 0, 1, 2),)),)))
+    <y0 w1 x2 -> z: x2*y0*w1>
+    """
+    assert all(out.slot == "x" for out in terms.outputs)
+    operands = tuple("x" if slot == "z" else slot for slot in terms.operands)
+    turned = tuple(Output("z", tuple(Term(t.z, t.y, t.w, None) for t in out.terms)) for out in terms.outputs)
+    return TermSet(operands, turned)

@@ -121,6 +121,7 @@ def convolve(
     receivers_sorted: bool = False,
     edge_order: "EdgeOrder | None" = None,
     check_sorted: bool = False,
+    deterministic: bool = False,
     impl: Implementation = "auto",
 ) -> e3nn.IrrepsArray:
     r"""Messages of an equivariant layer, summed at the receivers, without a per-edge result in memory.
@@ -147,6 +148,7 @@ def convolve(
         receivers_sorted: a promise that receivers do not decrease.
         edge_order: what `jaxcg.sort_edges` made of the same senders and receivers.
         check_sorted: for debugging: raise if the promise or the order is wrong.
+        deterministic: whether gradients of x repeat bit by bit too, see `jaxcg.TensorProduct.convolve`.
         impl: ``"auto"``, ``"cuda"`` or ``"xla"``.
 
     Returns:
@@ -166,7 +168,7 @@ def convolve(
     z = tp.convolve(
         x.array, y.array, weights, senders, receivers,
         num_nodes=num_nodes, receivers_sorted=receivers_sorted, edge_order=edge_order, check_sorted=check_sorted,
-        impl=impl,
+        deterministic=deterministic, impl=impl,
     )  # fmt: skip
     if not (isinstance(scale, int | float) and scale == 1):
         z = z * jnp.asarray(scale, z.dtype)

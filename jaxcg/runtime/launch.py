@@ -1,8 +1,8 @@
 """From one call of the primitive to its custom call: schedule, text, image, attributes."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jax import Array
 from jaxcg._coupling import Coupling
 from jaxcg._errors import UnsupportedError
 from jaxcg._primitive import Call
-from jaxcg._terms import TermSet
+from jaxcg._terms import TermSet, exchange, prune
 from jaxcg.codegen import KernelSource, generate
 from jaxcg.runtime import cache, ffi, nvrtc
 from jaxcg.schedule import DeviceLimits, choose
@@ -93,9 +93,11 @@ def custom_call(call: Call, terms: TermSet, compiler: Compiler) -> Callable[...,
         compiler: turns texts into images.
 
     Returns:
-        A function to be lowered in place of the primitive: one ``jaxcg_launch`` custom call. Scratch memory is a
-        result that is dropped, so XLA owns it.
+        A function to be lowered in place of the primitive: one ``jaxcg_launch`` custom call, or two if gradients of x
+        are wanted bit by bit. Scratch memory is a result that is dropped, so XLA owns it.
     """
+    if call.deterministic and call.indexed and any(out.slot == "x" for out in terms.outputs):
+        return partial(_without_atomics, call, terms, compiler)
     if max(call.num_rows, call.num_x, call.num_z) > _MOST_ROWS:
         raise UnsupportedError(
             f"the kernels count rows in 32 bits, got {call.num_rows} edges, {call.num_x} and {call.num_z} nodes; "
@@ -129,3 +131,46 @@ def custom_call(call: Call, terms: TermSet, compiler: Compiler) -> Callable[...,
         return list(made[: len(terms.outputs)])
 
     return run
+
+
+def _without_atomics(call: Call, terms: TermSet, compiler: Compiler, *operands: Array) -> list[Array]:
+    """The call with the gradients of x by a call of their own, over edges sorted by sender.
+
+    With x and z exchanged, a gradient of x is a z: it is accumulated sender by sender, and written once. Each path
+    writes a slot of its own, and the slots of an x block are summed afterwards.
+    """
+    indices, values = operands[: call.num_indices], operands[call.num_indices :]
+    plain = replace(call, deterministic=False)
+
+    def part(used: list[bool], make: Callable[[TermSet], Callable[..., list[Array]]], *given: Array) -> list[Array]:
+        if not any(used):
+            return []
+        smaller, read = prune(terms, used)
+        return make(smaller)(*given, *(value for value, is_read in zip(values, read, strict=True) if is_read))
+
+    is_x = [out.slot == "x" for out in terms.outputs]
+    others = part([not x for x in is_x], lambda smaller: custom_call(plain, smaller, compiler), *indices)
+    present = indices[0] >= 0
+    senders, receivers = jnp.where(present, indices[1], -1), jnp.where(present, indices[0], 0)
+    order = jnp.argsort(receivers, stable=True).astype(jnp.int32)
+    turned = replace(plain, exchanged=True, ordered=True, num_x=call.num_z, num_z=call.num_x)
+    slots = part(is_x, lambda smaller: custom_call(turned, exchange(smaller), compiler), senders, receivers, order)
+    gradients, rest = (_sum_slots(call.coupling, slot) for slot in slots), iter(others)
+    return [next(gradients) if x else next(rest) for x in is_x]
+
+
+def _sum_slots(coupling: Coupling, slots: Array) -> Array:
+    """Sum the slot of each path onto the block of x that the path reads."""
+    blocks: dict[int, Array] = {}
+    at = 0
+    for path in coupling.paths:
+        size = path.mul1 * (2 * path.l1 + 1)
+        slot = slots[:, at : at + size]
+        at += size
+        blocks[path.in1_offset] = blocks[path.in1_offset] + slot if path.in1_offset in blocks else slot
+    filled: list[Array] = []
+    end = 0
+    for offset, block in sorted(blocks.items()):
+        filled += [jnp.zeros((slots.shape[0], offset - end), slots.dtype), block]
+        end = offset + block.shape[1]
+    return jnp.concatenate([*filled, jnp.zeros((slots.shape[0], coupling.dim_in1 - end), slots.dtype)], axis=1)
