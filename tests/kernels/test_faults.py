@@ -81,6 +81,9 @@ TEXT_FAULTS = {
         GRAPH, "forward", r"\border\[([^\]]*)\]", r"(\1)",
     ),
     "empty-receivers-left": (GRAPH, "forward", r"n < receiver;", "false;"),
+    "pieces-of-other-teams": (
+        replace(GRAPH, graph="sorted", edges=700), "forward", r"if \(team < \d+ \|\| team >= \d+\) return;", "",
+    ),
     "rows-outside-left": (replace(GRAPH, graph="star"), "forward", r"n < to;", "false;"),
     "cut-receivers-left": (GRAPH, "forward", r"add_pack\(sum, from\);", "(void)from;"),
     "cut-receivers-overwrite": (GRAPH, "double_backward", r"continued = first > 0", "continued = false && first > 0"),
