@@ -143,7 +143,7 @@ class _Chooser:
                 n for n, group in enumerate(groups) if group.chunks <= free and (group.chunks == 1 or barriers > 0)
             ]
             if not fitting:
-                return tuple(map(_shared_out, groups))
+                return tuple(map(shared_out, groups))
             n = max(fitting, key=lambda n: (groups[n].load, -n))
             groups[n] = replace(groups[n], teams=groups[n].teams + 1)
 
@@ -190,18 +190,18 @@ class _Chooser:
         return min(found, key=_time, default=None)
 
 
-def _shared_out(group: Group) -> Group:
+def shared_out(group: Group) -> Group:
     """Give each role its share of the group's work. None is so small that it gets nothing."""
     whole, total = SHARE * group.teams, sum(role.cost.weight for role in group.roles)
     roles: list[Role] = []
     start, done = 0, 0
-    for role in group.roles:
+    for left, role in zip(range(len(group.roles) - 1, -1, -1), group.roles, strict=True):
         done += role.cost.weight
-        end = max(start + 1, whole * done // total)
-        # Not a piece of a few edges.
+        end = whole * done // total
+        # Not a piece of a few edges, but something for each of those that are left.
         near = SHARE * round(end / SHARE)
-        if start < near and abs(end - near) < SHARE // 16:
-            end = near
+        end = near if abs(end - near) < SHARE // 16 else end
+        end = min(max(end, start + 1), whole - left)
         roles.append(replace(role, start=start, end=end))
         start = end
     return replace(group, roles=tuple(roles))

@@ -24,7 +24,9 @@ from jaxcg.codegen.lower import lower_role
 from jaxcg.codegen.render import Number
 from jaxcg.codegen.verify import IllegalProgramError, verify
 from jaxcg.runtime import launch, nvrtc
-from jaxcg.schedule import DeviceLimits, choose
+from jaxcg.schedule import SHARE, DeviceLimits, Group, Role, choose
+from jaxcg.schedule.choose import shared_out
+from jaxcg.schedule.cost import RoleCost
 from tests import emulator
 from tests._cases import CASES, Case, make_call, other_term_sets, term_sets
 from tests.kernels._check import source_of
@@ -285,3 +287,40 @@ def test_an_x_block_of_very_many_paths_has_a_schedule() -> None:
     schedule = choose(coupling, term_sets()["forward"], 4)
     done = [p for launch in schedule.launches for role in launch.roles for p in role.paths]
     assert sorted(done) == list(range(700))
+
+
+@pytest.mark.parametrize("shared", [48, 99, 227])
+def test_schedules_give_all_work_to_teams_that_exist(shared: int) -> None:
+    """Every path for every channel, once; the roles of a group divide its teams without gap or overlap."""
+    limits = DeviceLimits(shared_bytes=1024 * shared, shared_total=1024 * (shared + 1))
+    for case in CASES:
+        coupling = make_call(case).coupling
+        for terms in term_sets(case.weighted).values():
+            for itemsize in (4, 8):
+                done: dict[int, list[tuple[int, int]]] = {}
+                for one in choose(coupling, terms, itemsize, limits).launches:
+                    assert 32 * one.warps <= 1024
+                    assert sum(group.teams for group in one.groups if group.chunks > 1) <= 15  # named barriers
+                    for group in one.groups:
+                        ends = [0, *(role.end for role in group.roles)]
+                        assert [role.start for role in group.roles] == ends[:-1] and ends[-1] == SHARE * group.teams
+                        for role in group.roles:
+                            assert role.chunks == group.chunks and role.start < role.end
+                            assert 0 <= role.first_team and role.first_team + role.pieces <= group.teams
+                            start = 32 * role.channels * role.chunk_start
+                            for p in role.paths:
+                                channels = (start, start + 32 * role.channels * role.chunks)
+                                done.setdefault(p, []).append(channels)
+                assert sorted(done) == list(range(len(coupling.paths)))
+                for p, ranges in done.items():
+                    starts, ends = zip(*sorted(ranges), strict=True)
+                    assert [0, *ends[:-1]] == list(starts) and ends[-1] >= coupling.paths[p].mul1, (case.name, p)
+
+
+def test_a_role_with_little_to_do_keeps_a_team() -> None:
+    """Even one of a thousandth of the work, last beside others that fill the only team."""
+    cost = lambda slots: RoleCost(100, slots, slots, slots, 0, 0, 0, 1)  # noqa: E731
+    roles = tuple(Role((n,), 1, 0, 1, cost(slots)) for n, slots in enumerate((400_000, 10, 1_000_000, 10)))
+    shared = shared_out(Group(roles, 1))
+    assert [role.pieces for role in shared.roles] == [1, 1, 1, 1] and shared.roles[-1].end == SHARE
+    assert all(role.first_team == 0 and role.start < role.end for role in shared.roles)
