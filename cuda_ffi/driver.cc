@@ -43,6 +43,7 @@ Loaded Load() {
   Find(library, "cuOccupancyMaxActiveBlocksPerMultiprocessor", api.cuOccupancyMaxActiveBlocksPerMultiprocessor,
        problem);
   Find(library, "cuMemsetD8Async", api.cuMemsetD8Async, problem);
+  Find(library, "cuStreamIsCapturing", api.cuStreamIsCapturing, problem);
   Find(library, "cuLaunchKernelEx", api.cuLaunchKernelEx, problem);
   std::string optional;
   Find(library, "cuKernelGetParamInfo", api.cuKernelGetParamInfo, optional);

@@ -61,6 +61,7 @@ struct Api {
   Result (*cuOccupancyMaxActiveBlocksPerMultiprocessor)(int* blocks, Kernel kernel, int threads,
                                                         size_t dynamic_shared_bytes);
   Result (*cuMemsetD8Async)(DevicePointer destination, unsigned char value, size_t bytes, Stream stream);
+  Result (*cuStreamIsCapturing)(Stream stream, int* status);  // 0: no.
   Result (*cuLaunchKernelEx)(const LaunchConfig* config, Kernel kernel, void** parameters, void** extra);
   // Null before CUDA 12.4.
   Result (*cuKernelGetParamInfo)(Kernel kernel, size_t index, size_t* offset, size_t* size);

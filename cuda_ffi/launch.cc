@@ -340,6 +340,11 @@ ffi::Error Execute(driver::Stream stream, ffi::RemainingArgs operands, ffi::Rema
     const driver::Result result = api->cuMemsetD8Async(address, 0, bytes, stream);
     if (result != driver::kSuccess) return Failure(call, driver::Describe(*api, "cuMemsetD8Async", result));
   }
+  // In a CUDA graph launches follow each other in the plain way: what runs a graph may rebuild or look into it, and
+  // then has to know of edges of every kind.
+  int capturing = 0;
+  const driver::Result asked = api->cuStreamIsCapturing(stream, &capturing);
+  if (asked != driver::kSuccess) return Failure(call, driver::Describe(*api, "cuStreamIsCapturing", asked));
   void* parameters[] = {words.data()};
   bool launched = false;
   for (size_t index = 0; index < call.num_launches(); ++index) {
@@ -349,7 +354,7 @@ ffi::Error Execute(driver::Stream stream, ffi::RemainingArgs operands, ffi::Rema
     driver::LaunchAttribute early{driver::kProgrammaticStreamSerialization, {}, {}};
     early.value.allowed = 1;
     // What may be ahead of an early launch is the call's own launch before it, never another program's.
-    const unsigned num_attributes = grid.early && launched ? 1 : 0;
+    const unsigned num_attributes = grid.early && launched && capturing == 0 ? 1 : 0;
     const driver::LaunchConfig config{static_cast<unsigned>(grid.blocks),
                                       1,
                                       1,

@@ -53,15 +53,16 @@ def test_persistent_grid_is_one_block_a_multiprocessor(driver: mock_driver.MockD
     assert grids == ["10x1x1", "7x1x1", "1000x1x1"]
 
 
-@pytest.mark.parametrize("major", [8, 9])
-def test_launches_start_early_where_the_device_can(driver: mock_driver.MockDriver, major: int) -> None:
-    # Never the first that runs: what is ahead of it belongs to others.
+@pytest.mark.parametrize("major, capturing", [(8, 0), (9, 0), (9, 1)])
+def test_launches_start_early_where_the_device_can(driver: mock_driver.MockDriver, major: int, capturing: int) -> None:
+    # Never the first that runs: what is ahead of it belongs to others. Nor inside a CUDA graph.
     driver.set("major", major)
-    driver.set("device", major)
+    driver.set("capturing", capturing)
+    driver.set("device", 10 * major + capturing)
     launches = [Launch("f", 32, 0, 0, False), *(Launch(name, 32, 0, 3, False, True) for name in ("g", "f", "g"))]
     run_call(np.zeros(3, np.uint8), launches, image=b"sm:f,g,early")
     early = ["attribute 6" in line for line in driver.take_log() if line.startswith("cuLaunchKernel")]
-    assert early == [False, major == 9, major == 9]
+    assert early == [False, major == 9 and not capturing, major == 9 and not capturing]
 
 
 def test_each_device_is_prepared_once(driver: mock_driver.MockDriver) -> None:

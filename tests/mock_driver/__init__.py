@@ -23,13 +23,8 @@ class MockDriver:
 
     def reset(self) -> None:
         """A device of compute capability 9 with 10 multiprocessors, which does not tell the size of arguments."""
-        for name, value in {
-            "occupancy": 2,
-            "multiprocessors": 10,
-            "major": 9,
-            "device": 0,
-            "argument_bytes": 0,
-        }.items():
+        values = {"occupancy": 2, "multiprocessors": 10, "major": 9, "capturing": 0, "device": 0, "argument_bytes": 0}
+        for name, value in values.items():
             self.set(name, value)
         self.fail("")
         self.take_log()

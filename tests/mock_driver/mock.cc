@@ -33,7 +33,7 @@ using jaxcg::driver::Result;
 struct Mock {
   std::mutex mutex;
   std::string log;
-  std::map<std::string, int> values;  // occupancy, multiprocessors, major, device, argument_bytes.
+  std::map<std::string, int> values;  // occupancy, multiprocessors, major, capturing, device, argument_bytes.
   std::string failing;                // Name of the function that fails.
 
   Result Record(const std::string& function, const std::string& line) {
@@ -113,6 +113,10 @@ const jaxcg::driver::Api kApi = [] {
     std::memset(reinterpret_cast<void*>(address), value, bytes);
     return mock().Record("cuMemsetD8Async",
                          std::to_string(bytes) + " stream " + std::to_string(reinterpret_cast<size_t>(stream)));
+  };
+  api.cuStreamIsCapturing = [](jaxcg::driver::Stream, int* status) {
+    *status = mock().Value("capturing");
+    return 0;
   };
   api.cuLaunchKernelEx = [](const jaxcg::driver::LaunchConfig* config, Kernel kernel, void** parameters, void**) {
     const auto* words = static_cast<const unsigned long long*>(parameters[0]);
