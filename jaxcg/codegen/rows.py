@@ -85,7 +85,9 @@ def render_receivers(context: RoleContext) -> ReceiverText:
         "const int rows = static_cast<int>(args.sizes[2]);",
         # Without edges all rows lie outside.
         f"const int before = edges > 0 ? {problem.receiver('0')} : rows;",
-        f"const int beyond = edges > 0 ? {problem.receiver('edges - 1')} + 1 : rows;",
+        # Receivers that are not sorted, against the promise, must not lead out of bounds.
+        f"const int after = edges > 0 ? {problem.receiver('edges - 1')} + 1 : rows;",
+        "const int beyond = after < before ? before : after;",
         "const long long outside = static_cast<long long>(before) + rows - beyond;",
         "const int from = static_cast<int>(outside * piece / pieces);",
         "const int to = static_cast<int>(outside * (piece + 1) / pieces);",

@@ -69,10 +69,12 @@ def targets_of(ctx: Any) -> tuple[str, ...]:
 def limits_of(targets: Sequence[str]) -> DeviceLimits:
     """What every one of the targets offers.
 
-    >>> limits_of(["sm_90"]).shared_bytes, limits_of(["sm_90", "sm_86"]).shared_bytes
-    (232448, 101376)
+    >>> [limits_of(targets).shared_bytes for targets in (["sm_90"], ["sm_90", "sm_86"], ["compute_90"])]
+    [232448, 101376, 101376]
     """
-    offered = [_SHARED.get(int(target.partition("_")[2]), _LEAST_SHARED) for target in targets]
+    # PTX is for devices that the compiler does not know.
+    kinds = [target.partition("_") for target in targets]
+    offered = [_SHARED.get(int(number), _LEAST_SHARED) if kind == "sm" else _LEAST_SHARED for kind, _, number in kinds]
     total, block = min(offered)
     return DeviceLimits(shared_bytes=1024 * block, shared_total=1024 * total)
 

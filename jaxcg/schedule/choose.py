@@ -47,7 +47,6 @@ class _Chooser:
             self.blocks.setdefault(path.in1_block, []).append(number)
         self.roles = cache(self._roles)
         self.split = cache(self._split)
-        self.alone = cache(self._alone)
 
     def _split(self, block: int, channels: int, registers: int) -> tuple[Role, ...] | None:
         """Cut the paths of one x block into roles that fit a number of registers (one path is never cut).
@@ -99,9 +98,18 @@ class _Chooser:
             if whole is None:
                 continue
             roles = self._cut(whole, registers)
-            time = sum(self.alone(role, registers).time.total - LAUNCH_CYCLES for role in roles)
+            alone = [self.launch((role,), registers) for role in roles]
+            if None in alone:
+                continue  # too much shared memory: fewer channels a lane need less
+            time = sum(launch.time.total - LAUNCH_CYCLES for launch in alone if launch is not None)
             if best is None or time < best[0]:
                 best = (time, roles)
+        if best is None and registers == self.limits.registers[-1]:
+            path = self.coupling.paths[self.blocks[block][0]]
+            raise UnsupportedError(
+                f"the kernel of a path l = {path.l1} x {path.l2} -> {path.l3} needs more than the "
+                f"{self.limits.shared_bytes} bytes of shared memory that a block has; use impl='xla'"
+            )
         return None if best is None else best[1]
 
     def _cut(self, roles: tuple[Role, ...], registers: int) -> tuple[Role, ...]:
@@ -117,16 +125,6 @@ class _Chooser:
                 for start in range(0, role.chunks, warps)
             ]
         return tuple(cut)
-
-    def _alone(self, role: Role, registers: int) -> Launch:
-        launch = self.launch((role,), registers)
-        if launch is None:
-            path = self.coupling.paths[role.paths[0]]
-            raise UnsupportedError(
-                f"the kernel of a path l = {path.l1} x {path.l2} -> {path.l3} needs more than the "
-                f"{self.limits.shared_bytes} bytes of shared memory that a block has; use impl='xla'"
-            )
-        return launch
 
     def _spread(self, roles: tuple[Role, ...], warps: int) -> tuple[Group, ...] | None:
         """Divide the warps of a block: one team more for the group whose teams have most to do, while one fits."""
@@ -185,8 +183,9 @@ class _Chooser:
                 launch = self.launch(tuple(roles), registers)
                 if launch is not None:
                     found.append((launch,))
-                if len(blocks) == 1 and len(roles) > 1:
-                    found.append(tuple(self.alone(role, registers) for role in roles))
+                alone = [self.launch((role,), registers) for role in roles] if len(blocks) == 1 else [None]
+                if None not in alone:
+                    found.append(tuple(one for one in alone if one is not None))
         return min(found, key=_time, default=None)
 
 

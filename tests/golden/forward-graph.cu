@@ -175,7 +175,8 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
   if (row >= 0 || continued) flush();
   const int rows = static_cast<int>(args.sizes[2]);
   const int before = edges > 0 ? receivers[order[0]] : rows;
-  const int beyond = edges > 0 ? receivers[order[edges - 1]] + 1 : rows;
+  const int after = edges > 0 ? receivers[order[edges - 1]] + 1 : rows;
+  const int beyond = after < before ? before : after;
   const long long outside = static_cast<long long>(before) + rows - beyond;
   const int from = static_cast<int>(outside * piece / pieces);
   const int to = static_cast<int>(outside * (piece + 1) / pieces);

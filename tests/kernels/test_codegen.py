@@ -324,3 +324,10 @@ def test_a_role_with_little_to_do_keeps_a_team() -> None:
     shared = shared_out(Group(roles, 1))
     assert [role.pieces for role in shared.roles] == [1, 1, 1, 1] and shared.roles[-1].end == SHARE
     assert all(role.first_team == 0 and role.start < role.end for role in shared.roles)
+
+
+def test_fewer_channels_a_lane_where_more_do_not_fit() -> None:
+    """4 channels a lane of 49 components of x and of its tangent would need more shared memory than a block has."""
+    coupling = couple(jaxcg.TensorProduct.channelwise("4x24e", "0e"))
+    schedule = choose(coupling, term_sets()["double_backward"], 4, DeviceLimits())
+    assert [role.channels for one in schedule.launches for role in one.roles] == [1]
