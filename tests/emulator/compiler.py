@@ -185,8 +185,11 @@ def build(source: str, *, sanitize: Sanitizer | None = None, optimize: int = 1) 
     return compile_once("", flags, [*objects, main])
 
 
-def image(source: str, *, optimize: int = 1) -> bytes:
-    """Kernel text to what the attribute `images` holds for the CPU handler: the path of the shared object."""
+def image(source: str, *, optimize: int = 0) -> bytes:
+    """Kernel text to what the attribute `images` holds for the CPU handler: the path of the shared object.
+
+    Not optimised by default: most texts run once, and g++ takes half the time.
+    """
     return os.fsencode(build(source, optimize=optimize))
 
 
