@@ -122,16 +122,7 @@ CASES = PRODUCTS + ODD
 @lru_cache(maxsize=8)
 def term_sets(weighted: bool = True) -> dict[str, TermSet]:
     """The term sets of the three orders, made by the library's own rewrites."""
-    forward = _terms.forward(weighted)
-    count = len(forward.operands)
-    pushed = _terms.jvp(forward, [True] * count)
-    backward = _terms.transpose(pushed, [False] * count + [True] * count, [True])
-    backward = _terms.prune(backward, [True] * count)[0]
-    count += 1
-    pushed = _terms.jvp(backward, [True] * count)
-    double = _terms.transpose(pushed, [False] * count + [True] * count, [True] * (count - 1))
-    double = _terms.prune(double, [True] * count)[0]
-    return {"forward": forward, "backward": backward, "double_backward": double}
+    return _terms.orders(weighted)
 
 
 @lru_cache(maxsize=8)

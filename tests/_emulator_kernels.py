@@ -77,3 +77,21 @@ extern "C" __global__ void __launch_bounds__(1, 2) total(const Args args) {
   __stcs((float*)args.buffers[1], sum);
 }
 """
+
+# Warps 0 and 1 exchange numbers through shared memory and meet at a named barrier twice, warp 2 at none.
+TEAM = kernel(
+    """  const int* x = (const int*)args.buffers[0];
+  int* z = (int*)args.buffers[1];
+  int* shared = (int*)shared_memory;
+  if (threadIdx.x >= 64) {
+    z[threadIdx.x] = -1;
+    return;
+  }
+  for (int turn = 0; turn < 3; ++turn) {
+    shared[threadIdx.x] = x[threadIdx.x] + turn;
+    host::sync_some(5, 64);
+    z[threadIdx.x] = shared[63 - threadIdx.x];
+    host::sync_some(5, 64);
+  }""",
+    buffers=2,
+)

@@ -9,7 +9,7 @@ import pytest
 
 import jaxcg
 from tests import emulator
-from tests._emulator_kernels import BLOCK_SUM, ORDERS, SHUFFLES, TWO_LAUNCHES, fault_of, kernel
+from tests._emulator_kernels import BLOCK_SUM, ORDERS, SHUFFLES, TEAM, TWO_LAUNCHES, fault_of, kernel
 from tests.emulator import Launch, compiler, handler
 
 
@@ -20,6 +20,14 @@ def test_block_sum_through_shared_memory(threads: int, order: str) -> None:
     with emulator.settings(order=order, seed=threads):
         (z,) = emulator.call(BLOCK_SUM, [Launch("k", threads, threads * 8, 2)], [x], [((2,), np.float64)], [len(x)])
     np.testing.assert_array_equal(z, [x.sum()] * 2)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_some_warps_meet_at_a_named_barrier(order: str) -> None:
+    x = np.arange(96, dtype=np.int32)
+    with emulator.settings(order=order):
+        (z,) = emulator.call(TEAM, [Launch("k", 96, 256)], [x], [((96,), np.int32)])
+    np.testing.assert_array_equal(z, [*(63 - x[:64] + 2), *[-1] * 32])
 
 
 @pytest.mark.parametrize("order", ORDERS)

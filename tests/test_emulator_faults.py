@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests import emulator
-from tests._emulator_kernels import BLOCK_SUM, ORDERS, SHUFFLES, TWO_LAUNCHES, fault_of, kernel
+from tests._emulator_kernels import BLOCK_SUM, ORDERS, SHUFFLES, TEAM, TWO_LAUNCHES, fault_of, kernel
 from tests.emulator import Launch, compiler, run_standalone
 
 
@@ -22,6 +22,18 @@ def test_dropped_barrier_shows_in_some_order_and_as_a_race() -> None:
     whole = run_standalone(BLOCK_SUM, [Launch("k", 64, 512, 3)], [x, np.zeros(3)], [64], sanitize="thread")
     assert (whole.returncode, whole.stderr) == (0, "")
     np.testing.assert_array_equal(whole.buffers[1], [x.sum()] * 3)
+
+
+def test_named_barrier_that_lacks_a_warp_or_orders_nothing() -> None:
+    x = np.arange(96, dtype=np.int32)
+    run = lambda source: fault_of(source, [Launch("k", 96, 256)], [x], [((96,), np.int32)])  # noqa: E731
+    assert "barrier divergence: 64 threads wait" in run(TEAM.replace("(5, 64)", "(5, 96)"))
+    assert "names are 1 to 15, threads whole warps" in run(TEAM.replace("(5, 64)", "(16, 64)"))
+    first = TEAM.replace("    host::sync_some(5, 64);\n    z[", "    z[")
+    assert first != TEAM
+    for source, expected in ((TEAM, 0), (first, 66)):
+        found = run_standalone(source, [Launch("k", 96, 256)], [x, np.zeros(96, np.int32)], [], sanitize="thread")
+        assert found.returncode == expected and ("data race" in found.stderr) == (expected != 0)
 
 
 @pytest.mark.parametrize(

@@ -69,9 +69,11 @@ struct Warp {
   char order[kLanes][2];           // Addresses that stand for the memory order of __syncwarp.
 };
 
-// A named barrier: who waits there, and addresses that stand for its memory order.
+// A named barrier: who waits there, and addresses that stand for its memory order. An array, since the threads fill it:
+// ThreadSanitizer would take a vector that grows for a race of theirs.
 struct Named {
-  std::vector<Thread*> waiting;
+  Thread* waiting[1024];
+  int count = 0;
   unsigned meetings = 0;
   char order[2];
 };
@@ -196,7 +198,7 @@ void run_block(char* stacks) {
   block.threads.assign(count, Thread());
   block.warps.assign((count + kLanes - 1) / kLanes, Warp());
   block.at_barrier = 0;
-  for (Named& named : block.named) named.waiting.clear();
+  for (Named& named : block.named) named.count = 0;
   block.turn = permute(launch->threads, launch->seed + 1 + block_index.x);
   for (size_t place = 0; place < count; ++place) block.threads[block.turn[place]].place = static_cast<int>(place);
   for (size_t number = 0; number < count; ++number) {
@@ -279,15 +281,15 @@ void sync_some(int name, int threads, int line) {
   char* order = &named.order[named.meetings % 2];
   release_order(order);
   self->state = State::waiting;
-  named.waiting.push_back(self);
-  if (named.waiting.size() < static_cast<size_t>(threads)) {
+  named.waiting[named.count++] = self;
+  if (named.count < threads) {
     wait();
   } else {
-    for (Thread* thread : named.waiting) {
-      if (thread->line != line) stop(describe_deadlock());
-      thread->state = State::ready;
+    for (int number = 0; number < named.count; ++number) {
+      if (named.waiting[number]->line != line) stop(describe_deadlock());
+      named.waiting[number]->state = State::ready;
     }
-    named.waiting.clear();
+    named.count = 0;
     ++named.meetings;
   }
   acquire_order(order);

@@ -19,7 +19,7 @@ from tests._cases import ODD, ORDERS, PRODUCTS, make_call, term_sets
 
 TARGETS = nvrtc.EXPORT_TARGETS
 CASES = {case.name: case for case in PRODUCTS}
-LONG = ("nequip-benzene", "sevennet-l3i5", "nequip-toluene", "nequip-lips")
+LONG = ("nequip-benzene", "sevennet-l3i5", "nequip-toluene")
 # On the other architectures: ragged, with vector accesses, and many paths.
 EVERYWHERE = ("nequix-main", "sevennet-0-main", "nequip-water")
 # Of all kernels of a call together, whatever the compiler's version.
