@@ -5,7 +5,7 @@ from math import prod
 from ._coupling import Path, couple
 from ._problem import TensorProduct
 from ._support import path_obstacle
-from ._terms import TermSet, forward, jvp, prune, transpose
+from ._terms import orders
 
 _HEADER = ("path", "in1", "in2", "out", "mode", "nonzeros", "weights", "runs on")
 _NUMBERS = (0, 5, 6)  # right-aligned columns
@@ -59,9 +59,8 @@ def explain(tp: TensorProduct) -> str:
                 runs_on,
             )
         )
-    count = len(rows)
     title = (
-        f"{tp.irreps_in1} x {tp.irreps_in2} -> {tp.irreps_out.simplify()}: {count} path{'' if count == 1 else 's'}, "
+        f"{tp.irreps_in1} x {tp.irreps_in2} -> {tp.irreps_out.simplify()}: {_count(len(rows), 'path')}, "
         f"{tp.weight_numel} weights, layout {tp.layout}"
     )
     where = "cuda kernel on a CUDA device, xla elsewhere" if support.ok else "xla"
@@ -71,18 +70,6 @@ def explain(tp: TensorProduct) -> str:
         f"{row_bytes(tp, 8)} in float64 (each operand read once, the result written once)",
     ]
     return "\n".join([title, *_table(rows), *footer, *_schedules(tp)])
-
-
-def _orders(weighted: bool) -> dict[str, TermSet]:
-    """What a convolution, its backward pass and the backward pass of that compute."""
-    terms = {"forward": forward(weighted)}
-    for order, before in (("backward", "forward"), ("double backward", "backward")):
-        count = len(terms[before].operands)
-        outputs = len(terms[before].outputs)
-        pushed = jvp(terms[before], [True] * count)
-        pulled = transpose(pushed, [False] * count + [True] * count, [True] * outputs)
-        terms[order] = prune(pulled, [True] * count)[0]
-    return terms
 
 
 def _count(number: int, noun: str) -> str:
@@ -106,7 +93,7 @@ def _schedules(tp: TensorProduct) -> list[str]:
         "kernels of the convolution on one H200, expected time for each edge (floor: y and w once, at a copy's rate):"
     ]
     for itemsize, dtype in ((4, "float32"), (8, "float64")):
-        for order, terms in _orders(weighted).items():
+        for order, terms in orders(weighted).items():
             schedule = choose(coupling, terms, itemsize, H200)
             slots = (*terms.operands, *(out.slot for out in terms.outputs))
             moved = slots.count("w") * coupling.weight_numel + slots.count("y") * coupling.dim_in2
@@ -114,7 +101,7 @@ def _schedules(tp: TensorProduct) -> list[str]:
             time = nanoseconds(sum(launch.time.total for launch in schedule.launches))
             count = len(schedule.launches)
             lines.append(
-                f"{dtype} {order}: {time:.2f} ns, floor {floor:.2f} ns ({100 * floor / time:.0f} %), "
+                f"{dtype} {order.replace('_', ' ')}: {time:.2f} ns, floor {floor:.2f} ns ({100 * floor / time:.0f} %), "
                 f"{count} launch{'' if count == 1 else 'es'}"
             )
             for launch in schedule.launches:

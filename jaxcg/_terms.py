@@ -162,6 +162,22 @@ def prune(terms: TermSet, used_outputs: Sequence[bool]) -> tuple[TermSet, tuple[
     )
 
 
+def orders(weighted: bool) -> dict[str, TermSet]:
+    """The product, its backward pass, and the backward pass of that, each with all its outputs.
+
+    >>> orders(True)["backward"]
+    <x0 y1 w2 z3 -> x: y1*w2*z3; y: x0*w2*z3; w: x0*y1*z3>
+    """
+    found = {"forward": forward(weighted)}
+    for order, before in (("backward", "forward"), ("double_backward", "backward")):
+        terms = found[before]
+        count = len(terms.operands)
+        pushed = jvp(terms, [True] * count)
+        pulled = transpose(pushed, [False] * count + [True] * count, [True] * len(terms.outputs))
+        found[order] = prune(pulled, [True] * count)[0]
+    return found
+
+
 def exchange(terms: TermSet) -> TermSet:
     """Terms that leave x open, as terms of the form with x and z exchanged: they leave z open.
 

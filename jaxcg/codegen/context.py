@@ -9,7 +9,6 @@ from jaxcg.schedule import Launch
 # A piece has at least this many edges on average. Fewer, and its start and the fix-up of its first receiver dominate,
 # and scratch, a row of z for each piece, would be larger than the weights of a small graph.
 PIECE_EDGES = 16
-MOST_STAGES = 12
 
 
 @dataclass(frozen=True)
@@ -27,6 +26,7 @@ class RoleContext:
         sum_size: elements of such a place.
         ring: place of the first warp's stages.
         ring_size: elements of a ring.
+        stages: edges whose operands a ring holds; 0 if nothing is copied.
         stage_size: elements of a stage.
         follows: whether its team may have done another role before.
         first_barrier: number of the first team's barrier.
@@ -46,6 +46,7 @@ class RoleContext:
     sum_size: int
     ring: int
     ring_size: int
+    stages: int
     stage_size: int
     follows: bool
     first_barrier: int
@@ -57,11 +58,6 @@ class RoleContext:
     @property
     def layout(self) -> RoleLayout:
         return RoleLayout(self.problem, self.lowered.role, self.lowered.paths)
-
-    @property
-    def stages(self) -> int:
-        """Edges whose operands fit a ring, at most `MOST_STAGES`: a role with little work an edge needs many."""
-        return min(MOST_STAGES, self.ring_size // self.stage_size) if self.stage_size else 0
 
     @property
     def barrier(self) -> str:

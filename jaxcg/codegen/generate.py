@@ -50,7 +50,7 @@ class KernelSource:
         marks: int32 elements of the buffer after it; 0 for none.
         shares: rows of dim_in2 elements in the last buffer, for each row of the call; 0 for none.
         max_blocks: most blocks of a launch that the text can work with.
-        pieces: most pieces of each role, for all blocks together.
+        pieces: pieces of each role in a block.
     """
 
     text: str
@@ -68,18 +68,18 @@ class KernelSource:
 
     def blocks(self, rows: int) -> int:
         """Most blocks of the main launches of a call of this many rows."""
-        return max(1, min(self.max_blocks, rows // (PIECE_EDGES * max(self.pieces) // self.max_blocks)))
+        return max(1, min(self.max_blocks, rows // (PIECE_EDGES * max(self.pieces))))
 
     def rows_of_scratch(self, rows: int) -> int:
         """Most pieces of a role of a call of this many rows."""
-        return self.blocks(rows) * max(self.pieces) // self.max_blocks
+        return self.blocks(rows) * max(self.pieces)
 
     def grid(self, launch: KernelLaunch, rows: int) -> int:
         """Most blocks of a launch of a call of this many rows."""
         if launch.grid == "rows":
             return -(-rows // launch.size)
         if launch.grid == "pieces":
-            return sum(min(pieces, self.rows_of_scratch(rows)) for pieces in self.pieces)
+            return sum(min(self.max_blocks * pieces, self.rows_of_scratch(rows)) for pieces in self.pieces)
         return self.blocks(rows)
 
 
@@ -162,7 +162,7 @@ def generate(
         marks=len(columns) * (schedule.max_pieces + 1) if problem.has_scratch else 0,
         shares=len(problem.outputs("y")) * shares if problem.has_shares else 0,
         max_blocks=schedule.max_blocks,
-        pieces=tuple(schedule.max_blocks * role.pieces for launch in schedule.launches for role in launch.roles),
+        pieces=tuple(role.pieces for launch in schedule.launches for role in launch.roles),
     )
 
 

@@ -16,7 +16,7 @@ from jaxcg.codegen.lower import LoweredRole
 from jaxcg.codegen.problem import Problem, indent
 from jaxcg.codegen.role import render_role
 from jaxcg.schedule import Schedule, plan_shared
-from jaxcg.schedule.shared import stage_elements
+from jaxcg.schedule.shared import ring_stages, stage_elements
 
 
 def render_kernel(
@@ -43,6 +43,7 @@ def render_kernel(
         start = n
         for lowered in roles[n : n + len(group.roles)]:
             role = lowered.role
+            stage_size = stage_elements(problem.coupling, problem.terms, role)
             context = RoleContext(
                 problem=problem,
                 launch=launch,
@@ -54,7 +55,8 @@ def render_kernel(
                 sum_size=plan.sum_sizes[g],
                 ring=plan.rings[g],
                 ring_size=plan.ring_sizes[g],
-                stage_size=stage_elements(problem.coupling, problem.terms, role),
+                stages=ring_stages(plan.ring_sizes[g], stage_size),
+                stage_size=stage_size,
                 follows=n > start,
                 first_barrier=barrier,
                 first_share=share,

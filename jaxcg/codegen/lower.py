@@ -15,7 +15,7 @@ from jaxcg._coupling import Coupling, Path
 from jaxcg._terms import Term, TermSet
 from jaxcg.codegen.ir import LANES, SCALAR, Builder, Program, Value
 from jaxcg.schedule import Role
-from jaxcg.schedule.cost import Columns, distinct_columns
+from jaxcg.schedule.cost import Columns, distinct_columns, y_components
 
 
 @dataclass(frozen=True)
@@ -132,14 +132,14 @@ def lower_role(coupling: Coupling, terms: TermSet, role: Role) -> LoweredRole:
     numbers = {slot: [n for n, s in enumerate(terms.operands) if s == slot] for slot in "xywz"}
     outputs = {slot: [n for n, out in enumerate(terms.outputs) if out.slot == slot] for slot in "xywz"}
     rows = 2 * paths[0].l1 + 1
-    y_components = tuple(sorted({path.in2_offset + j for path in paths for j in range(2 * path.l2 + 1)}))
+    components = y_components(paths)
 
     places = [(n, k) for n, path in enumerate(paths) for k in range(2 * path.l3 + 1)]
     z_in = {(o, n, k): Value(f"z{o}_p{n}_k{k}", LANES) for o in numbers["z"] for n, k in places}
     z_out = {(o, n, k): Value(f"acc{o}_p{n}_k{k}", LANES) for o in outputs["z"] for n, k in places}
     x_out = {(o, i): Value(f"gx{o}_i{i}", LANES) for o in outputs["x"] for i in range(rows)}
     x_in = {(o, i): Value(f"x{o}_i{i}", LANES) for o in numbers["x"] for i in range(rows)}
-    y_out = {(o, j): Value(f"gy{o}_j{j}", SCALAR) for o in outputs["y"] for j in y_components}
+    y_out = {(o, j): Value(f"gy{o}_j{j}", SCALAR) for o in outputs["y"] for j in components}
     builder = Builder()
     for n, path in enumerate(paths):
         comment = (
@@ -151,7 +151,7 @@ def lower_role(coupling: Coupling, terms: TermSet, role: Role) -> LoweredRole:
     program = Program(
         inputs=tuple(value for table in (x_in, z_in, z_out, x_out, y_out) for value in table.values()),
         blocks=tuple(builder.blocks),
-        y_sums=tuple(tuple((j, y_out[o, j]) for j in y_components) for o in outputs["y"]),
+        y_sums=tuple(tuple((j, y_out[o, j]) for j in components) for o in outputs["y"]),
     )
     gather = lambda table, o: tuple((n, k, table[o, n, k]) for n, k in places)  # noqa: E731
     return LoweredRole(
@@ -161,7 +161,7 @@ def lower_role(coupling: Coupling, terms: TermSet, role: Role) -> LoweredRole:
         program=program,
         z_outputs=tuple((o, gather(z_out, o)) for o in outputs["z"]),
         z_operands=tuple((o, gather(z_in, o)) for o in numbers["z"]),
-        y_components=y_components if outputs["y"] else (),
+        y_components=components if outputs["y"] else (),
     )
 
 

@@ -102,7 +102,6 @@ def _fetch_ahead(context: RoleContext, fetch: Fetch, position: str, lane: str, t
 
 def _load_indices(problem: Problem, place: str, prefix: str, names: tuple[str, ...], declare: bool) -> list[str]:
     """Load what this lane holds of the edge at a position: `edge` is made whatever `names` has."""
-    kind = "int " if declare else ""
     lines = [
         "{",
         f"  const int position = {place} < last ? {place} : last - 1;",
@@ -114,7 +113,7 @@ def _load_indices(problem: Problem, place: str, prefix: str, names: tuple[str, .
         if prefix.startswith("later") and name == "sender":
             # An absent edge's operands are copied from row 0 and then ignored.
             lines.append(f"  {prefix}_sender = {prefix}_sender < 0 ? 0 : {prefix}_sender;")
-    declared = [f"{kind}{prefix}_edge{''.join(f', {prefix}_{name}' for name in names)};"] if declare else []
+    declared = [f"int {prefix}_edge{''.join(f', {prefix}_{name}' for name in names)};"] if declare else []
     return [*declared, *lines, "}"]
 
 

@@ -21,6 +21,7 @@ def _z_moves(layout: RoleLayout, table: ZTable) -> list[tuple[str, int, str]]:
 
 
 def write_z(layout: RoleLayout, target: str, table: ZTable, zero: bool = False) -> list[str]:
+    """Text that stores the accumulators of a role, or zeros, to a z row."""
     nothing = f"zeros<T, {layout.channels}>()"
     return [
         f"Global::store({target} + {offset}, {step}, left, {nothing if zero else name});"

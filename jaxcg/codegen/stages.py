@@ -48,11 +48,12 @@ class _Copy:
 
     Attributes:
         to: element of the stage, for lane 0; lanes follow each other.
-        source: pointer that this lane copies from, one of those that `render_sources` declares.
+        source: pointer that this lane copies from.
         start: element beyond that pointer.
         width: bytes.
         lanes: number of lanes that take part.
-        bound: elements of the segment that lie before lane 0's, to be compared with what exists; None if all do.
+        exists: condition that what this lane copies exists.
+        once: whether nobody reads it again.
     """
 
     to: int
@@ -60,7 +61,8 @@ class _Copy:
     start: int
     width: int
     lanes: int
-    bound: int | None
+    exists: str
+    once: bool
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,12 @@ class Fetch:
     """The copies of one edge, and what each lane keeps to make them.
 
     Attributes:
-        copies: in order.
         declarations: statements before the loop: pointers, for edge 0 and x row 0.
         rows: for each pointer, the row that it advances by: "edge" or "sender", and the elements of a row.
         text: of the function.
         name: of the function.
     """
 
-    copies: tuple[_Copy, ...]
     declarations: tuple[str, ...]
     rows: tuple[tuple[str, str, int], ...]
     text: tuple[str, ...]
@@ -115,11 +115,12 @@ class _Plan:
         return self.sources.setdefault((operand, lane), f"{operand}_from{len(self.sources)}")
 
     def run(
-        self, operand: str, to: int, start: int, length: int, count: int, distance: int, width: int, whole: bool
-    ) -> None:
+        self, operand: str, to: int, start: int, length: int, count: int, distance: int, width: int,
+        existing: str | None, once: bool,
+    ) -> None:  # fmt: skip
         """Copies of `count` segments of `length` elements, `distance` apart in memory, packed in the stage.
 
-        Not `whole`: only `room` elements of each segment, counted for this lane, exist.
+        `existing`: how many elements of each segment exist, None for all.
         """
         unit = width // self.layout.problem.number.itemsize
         units = length // unit
@@ -129,11 +130,13 @@ class _Plan:
                 segment, part = divmod(turn, max(1, units // 32)) if count > 1 else (0, turn)
                 name = self.source(operand, f"{unit} * lane")
                 first, before = segment * distance + 32 * part * unit, 32 * part * unit
+                within = f"{unit} * lane"
             else:
-                name = self.source(operand, f"{distance} * (lane / {units}) + {unit} * (lane % {units})")
+                within = f"{unit} * (lane % {units})"
+                name = self.source(operand, f"{distance} * (lane / {units}) + {within}")
                 first, before = turn * (32 // units) * distance, 0
-            bound = None if whole else before
-            self.copies.append(_Copy(to + 32 * turn * unit, name, start + first, width, lanes, bound))
+            exists = "true" if existing is None else f"{before} + {within} < {existing}"
+            self.copies.append(_Copy(to + 32 * turn * unit, name, start + first, width, lanes, exists, once))
 
 
 def plan_fetch(layout: RoleLayout, stage: Stage, name: str) -> Fetch:
@@ -141,6 +144,7 @@ def plan_fetch(layout: RoleLayout, stage: Stage, name: str) -> Fetch:
     problem, coupling, paths = layout.problem, layout.problem.coupling, layout.paths
     itemsize = problem.number.itemsize
     plan = _Plan(layout)
+    room = None if layout.full else "room"
     bases: dict[str, tuple[str, str, int]] = {}
     offsets = [path.weight_offset or 0 for path in paths]
     w_width, x_width = w_copy_bytes(coupling, paths, itemsize), x_copy_bytes(coupling, paths[0], itemsize)
@@ -148,9 +152,10 @@ def plan_fetch(layout: RoleLayout, stage: Stage, name: str) -> Fetch:
         bases[f"w{operand}"] = (f"{problem.operand(operand)} + {layout.slice} * chunk", "edge", coupling.weight_numel)
         for first, count, distance in _uniform_runs(offsets):
             to = place + first * layout.slice
-            plan.run(f"w{operand}", to, offsets[first], layout.slice, count, distance, w_width, layout.full)
+            plan.run(f"w{operand}", to, offsets[first], layout.slice, count, distance, w_width, room, True)
     block = 2 * paths[0].l1 + 1
     each = 1 if coupling.layout == "ir_mul" else block
+    room_of_block = room if room is None or each == 1 else f"{room} * {each}"
     for operand, place in stage.x.items():
         start = paths[0].in1_offset
         bases[f"x{operand}"] = (
@@ -159,9 +164,9 @@ def plan_fetch(layout: RoleLayout, stage: Stage, name: str) -> Fetch:
             coupling.dim_in1,
         )
         if coupling.layout == "ir_mul":
-            plan.run(f"x{operand}", place, start, layout.slice, block, layout.mul, x_width, layout.full)
+            plan.run(f"x{operand}", place, start, layout.slice, block, layout.mul, x_width, room_of_block, False)
         else:
-            plan.run(f"x{operand}", place, start, layout.slice * block, 1, 0, x_width, layout.full)
+            plan.run(f"x{operand}", place, start, layout.slice * block, 1, 0, x_width, room_of_block, False)
     declarations = [f"const int room = {layout.mul} - {layout.slice} * chunk;  // channels from this slice's first on"]
     rows: list[tuple[str, str, int]] = []
     for (operand, lane), pointer in plan.sources.items():
@@ -173,18 +178,10 @@ def plan_fetch(layout: RoleLayout, stage: Stage, name: str) -> Fetch:
         f"__device__ __forceinline__ void {name}({', '.join([*parameters, 'int lane', 'int room'])}) {{",
         "  (void)lane, (void)room;",
     ]
-    lane_of = {pointer: lane for (_, lane), pointer in plan.sources.items()}
-    operand_of = {pointer: operand for (operand, _), pointer in plan.sources.items()}
     for one in plan.copies:
         guard = f"if (lane < {one.lanes}) " if one.lanes < 32 else ""
-        exists = "true"
-        if one.bound is not None:
-            within = lane_of[one.source].rpartition(" + ")[2]
-            existing = "room" if operand_of[one.source][0] == "w" or each == 1 else f"room * {each}"
-            exists = f"{one.bound} + {within} < {existing}"
         # A lane's place is `width` bytes beyond its neighbour's; `to` is lane 0's.
         place = f"to + {one.width} * lane"
-        once = "true" if operand_of[one.source][0] == "w" else "false"
-        where = f"<{one.width}, {one.to * itemsize}, {one.start * itemsize}, {once}>"
-        lines.append(f"  {guard}queue.copy{where}({place}, {one.source}, {exists});")
-    return Fetch(tuple(plan.copies), tuple(declarations), tuple(rows), (*lines, "}"), name)
+        where = f"<{one.width}, {one.to * itemsize}, {one.start * itemsize}, {'true' if one.once else 'false'}>"
+        lines.append(f"  {guard}queue.copy{where}({place}, {one.source}, {one.exists});")
+    return Fetch(tuple(declarations), tuple(rows), (*lines, "}"), name)

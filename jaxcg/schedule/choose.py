@@ -47,6 +47,7 @@ class _Chooser:
             self.blocks.setdefault(path.in1_block, []).append(number)
         self.roles = cache(self._roles)
         self.split = cache(self._split)
+        self.launch = cache(self._launch)
 
     def _split(self, block: int, channels: int, registers: int) -> tuple[Role, ...] | None:
         """Cut the paths of one x block into roles that fit a number of registers (one path is never cut).
@@ -145,7 +146,7 @@ class _Chooser:
             n = max(fitting, key=lambda n: (groups[n].load, -n))
             groups[n] = replace(groups[n], teams=groups[n].teams + 1)
 
-    def launch(self, roles: tuple[Role, ...], registers: int) -> Launch | None:
+    def _launch(self, roles: tuple[Role, ...], registers: int) -> Launch | None:
         """A launch of these roles: as many warps as registers allow, fewer if their stages do not fit.
 
         None if not even one team of each size fits with two stages and a small batch.

@@ -163,13 +163,18 @@ class RoleCost:
         return self.slots + EDGE_WAIT
 
 
+def y_components(paths: tuple[Path, ...]) -> tuple[int, ...]:
+    """Components of a row of y that some paths read."""
+    return tuple(sorted({path.in2_offset + j for path in paths for j in range(2 * path.l2 + 1)}))
+
+
 def estimate(paths: tuple[Path, ...], factors: Factors, channels: int, itemsize: int) -> RoleCost:
     """Estimate a role that does `paths` (all of one x block) with `channels` channels a lane."""
     c, n = channels, factors.counts
     shapes = [measure(path) for path in paths]
     components = sum(2 * path.l3 + 1 for path in paths)
     x_dim = 2 * paths[0].l1 + 1
-    y_dim = len({path.in2_offset + j for path in paths for j in range(2 * path.l2 + 1)})
+    y_dim = len(y_components(paths))
     values = (
         components * c * (n["Z"] + n["z"])
         + x_dim * c * (n["x"] + n["X"])
@@ -193,16 +198,15 @@ def estimate(paths: tuple[Path, ...], factors: Factors, channels: int, itemsize:
     # The sum over lanes: write, read and add each component.
     other += (10 + y_dim * 5 // 2) * n["Y"] * itemsize // 4
     lanes = 32 * c * itemsize
+    slots = other + multiply_adds * itemsize // 4
     return RoleCost(
         registers=BASE_REGISTERS + values * itemsize // 4,
         instructions=multiply_adds + other,
         multiply_adds=multiply_adds,
-        slots=other + multiply_adds * itemsize // 4,
+        slots=slots,
         stream_bytes=weighted * (n["w"] + n["W"]) * lanes,
         cached_bytes=int((weighted * (n["w"] + _WRITTEN * n["W"]) + x_dim * (n["x"] + _ADDED * n["X"])) * lanes),
-        reach=int(
-            3 * components * n["Z"] * lanes / CACHED_BYTES_A_CYCLE * 2.6 / (other + multiply_adds * itemsize // 4)
-        ),
+        reach=int(3 * components * n["Z"] * lanes / CACHED_BYTES_A_CYCLE * 2.6 / slots),
         channels=c,
     )
 

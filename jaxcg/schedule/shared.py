@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from jaxcg._coupling import Coupling, Path
 from jaxcg._terms import TermSet
-from jaxcg.schedule.cost import distinct_columns
+from jaxcg.schedule.cost import distinct_columns, y_components
 
 if TYPE_CHECKING:
     from jaxcg.schedule.plan import Launch, Role
@@ -21,6 +21,14 @@ def table_stride(coupling: Coupling, role: "Role") -> int:
 def table_elements(coupling: Coupling, terms: TermSet, role: "Role", batch: int) -> int:
     """M of a batch, for every y operand."""
     return terms.operands.count("y") * batch * table_stride(coupling, role)
+
+
+_MOST_STAGES = 12
+
+
+def ring_stages(ring: int, stage: int) -> int:
+    """Edges whose operands fit a ring, at most 12: light roles need many. 0 if nothing is copied."""
+    return min(_MOST_STAGES, ring // stage) if stage else 0
 
 
 # Components of a y gradient that go through shared memory at once; fewer than this go by shuffles.
@@ -39,17 +47,15 @@ def group_components(count: int) -> list[int]:
     return groups
 
 
-def y_components(coupling: Coupling, role: "Role") -> tuple[int, ...]:
-    """Components of a row of y that the paths of a role read."""
-    paths = [coupling.paths[p] for p in role.paths]
-    return tuple(sorted({path.in2_offset + j for path in paths for j in range(2 * path.l2 + 1)}))
-
-
 def sum_elements(coupling: Coupling, terms: TermSet, role: "Role") -> int:
     """Room for one warp to sum a y gradient over its lanes: see `sum_lanes` of the prelude."""
     if all(out.slot != "y" for out in terms.outputs):
         return 0
-    groups = [size for size in group_components(len(y_components(coupling, role))) if size in LANE_SUMS]
+    groups = [
+        size
+        for size in group_components(len(y_components(tuple(coupling.paths[p] for p in role.paths))))
+        if size in LANE_SUMS
+    ]
     return 32 * (max(groups) + 5) if groups else 0
 
 
