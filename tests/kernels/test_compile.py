@@ -73,9 +73,6 @@ def every_key() -> Iterator[object]:
             for dtype in ("float32", "float64"):
                 for target in TARGETS:
                     slow = name in LONG and (order == "double_backward" or dtype == "float64")
-                    slow |= (
-                        order == "double_backward" and dtype == "float64" and name not in (*EVERYWHERE, "mace-large")
-                    )
                     slow |= target != "sm_90" and (name not in EVERYWHERE or dtype == "float64")
                     yield pytest.param(name, order, dtype, target, marks=[pytest.mark.slow] if slow else [])
 
