@@ -1,5 +1,7 @@
 """What an operation asks of its arguments: every error of use is raised here or in `_operations`, at trace time."""
 
+from functools import partial
+
 import jax
 import jax.core
 import jax.numpy as jnp
@@ -108,28 +110,28 @@ def check_impl(tp: TensorProduct, impl: str, graph: bool) -> None:
             )
 
 
-def require_sorted(receivers: Int[Array, " edge"], order: Int[Array, " edge"] | None, num_nodes: int) -> None:
-    """Raise unless the kernels would walk each edge once, and receivers do not decrease on the way.
+def require_sorted(name: str, index: Int[Array, " edge"], order: Int[Array, " edge"] | None, num_nodes: int) -> None:
+    """Raise unless the kernels would walk each edge once, and the index (receivers, say) does not decrease on the way.
 
     Known arrays are checked at once. Traced ones are checked when the program runs, on the host: the error then comes
     out of the runtime, with this text in it.
     """
-    receivers = jnp.clip(receivers, 0, max(num_nodes - 1, 0))
-    edges = receivers.shape[0]
-    walked = receivers
+    index = jnp.clip(index, 0, max(num_nodes - 1, 0))
+    edges = index.shape[0]
+    walked = index
     whole: Array | bool = True
     if order is not None:
-        walked = jnp.take(receivers, order, mode="clip")
+        walked = jnp.take(index, order, mode="clip")
         whole = jnp.all(jnp.zeros(edges, jnp.int32).at[order].add(1, mode="drop") == 1) & jnp.all(order >= 0)
     falls = walked[1:] < walked[:-1]
     found = (jnp.any(falls), jnp.argmax(falls) if edges > 1 else 0, whole)
     if any(isinstance(value, jax.core.Tracer) for value in found):
-        jax.debug.callback(_complain_if_unsorted, *found)
+        jax.debug.callback(partial(_complain_if_unsorted, name), *found)
     else:
-        _complain_if_unsorted(*found)
+        _complain_if_unsorted(name, *found)
 
 
-def _complain_if_unsorted(falls: Array, where: Array | int, whole: Array | bool) -> None:
+def _complain_if_unsorted(name: str, falls: Array, where: Array | int, whole: Array | bool) -> None:
     if not bool(whole):
         raise GraphError.of(
             "edge_order",
@@ -139,8 +141,8 @@ def _complain_if_unsorted(falls: Array, where: Array | int, whole: Array | bool)
         )
     if bool(falls):
         raise GraphError.of(
-            "receivers",
+            name,
             expected="in ascending order, as `receivers_sorted` or `edge_order` says",
-            received=f"a receiver after a higher one at edge {int(where) + 1} of the walk",
+            received=f"a {name.removesuffix('s')} after a higher one at edge {int(where) + 1} of the walk",
             fix="sort the edges, make the order again with jaxcg.sort_edges, or claim nothing",
         )

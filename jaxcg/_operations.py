@@ -21,20 +21,24 @@ from jaxcg._problem import TensorProduct
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EdgeOrder:
-    """An order of edges that sorts them by receiver, made once and reused by every step on the same graph.
+    """Orders of the edges of a graph, made once and reused by every step on it.
 
     Attributes:
         by_receiver: ``[num_edges]`` int32, edge numbers in ascending order of receiver (stable).
+        by_sender: the same by sender, for gradients of x that are summed sender by sender (``deterministic=True``,
+            ``compensated=True``). If it is None, each such gradient sorts the edges itself.
     """
 
     by_receiver: Int[Array, " edge"]
+    by_sender: Int[Array, " edge"] | None = None
 
 
 def sort_edges(senders: Int[Array, " edge"], receivers: Int[Array, " edge"], num_nodes: int) -> EdgeOrder:
-    """Order edges by receiver.
+    """Order edges by receiver, and by sender.
 
     The kernels sum onto each receiver once, which needs the edges of a receiver to follow each other. They read
-    edge e through this order, so no per-edge array is moved in memory.
+    edge e through this order, so no per-edge array is moved in memory. Gradients that must repeat bit by bit do the
+    same with senders.
 
     Args:
         senders: ``[num_edges]`` integers.
@@ -49,13 +53,15 @@ def sort_edges(senders: Int[Array, " edge"], receivers: Int[Array, " edge"], num
 
     Example:
         >>> import jax.numpy as jnp
-        >>> sort_edges(jnp.array([0, 1, 0]), jnp.array([2, 0, 1]), 3).by_receiver
-        Array([1, 2, 0], dtype=int32)
+        >>> order = sort_edges(jnp.array([0, 1, 0]), jnp.array([2, 0, 1]), 3)
+        >>> order.by_receiver, order.by_sender
+        (Array([1, 2, 0], dtype=int32), Array([0, 2, 1], dtype=int32))
     """
     check_graph(senders, receivers, num_nodes)
-    del senders
     receivers = jnp.clip(as_index(receivers), 0, max(num_nodes - 1, 0))
-    return EdgeOrder(jnp.argsort(receivers, stable=True).astype(jnp.int32))
+    # How many senders there are is not known here. A call clips them, which keeps their order.
+    keys = (receivers, as_index(senders))
+    return EdgeOrder(*(jnp.argsort(key, stable=True).astype(jnp.int32) for key in keys))
 
 
 def path_taken(
@@ -147,6 +153,7 @@ def convolve(
     edge_order: EdgeOrder | None,
     check_sorted: bool,
     deterministic: bool,
+    compensated: bool,
     impl: str,
 ) -> Float[Array, "num_nodes z_dim"]:
     """Evaluate ``tp.convolve(...)``; documented at `TensorProduct.convolve`."""
@@ -155,10 +162,10 @@ def convolve(
     check_graph(senders, receivers, num_nodes)
     senders, receivers = as_index(senders), as_index(receivers)
     num_edges = senders.shape[0]
-    if not isinstance(receivers_sorted, bool | np.bool_):
-        raise OptionError.of("receivers_sorted", expected="True or False", received=repr(receivers_sorted))
-    if not isinstance(deterministic, bool | np.bool_):
-        raise OptionError.of("deterministic", expected="True or False", received=repr(deterministic))
+    flags = {"receivers_sorted": receivers_sorted, "deterministic": deterministic, "compensated": compensated}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool | np.bool_):
+            raise OptionError.of(name, expected="True or False", received=repr(flag))
     if x.ndim != 2:
         raise ShapeError(
             f"`x` of convolve must have shape [num_nodes, {x.shape[-1]}], got {list(x.shape)}; use jax.vmap"
@@ -179,22 +186,28 @@ def convolve(
                 f"`edge_order` must come from jaxcg.sort_edges, got {type(edge_order).__name__}; "
                 "make it once with jaxcg.sort_edges(senders, receivers, num_nodes)"
             )
-        order = as_array("edge_order", edge_order.by_receiver)
-        if order.shape != (num_edges,) or not jnp.issubdtype(order.dtype, jnp.integer):
-            raise GraphError(
-                f"`edge_order` must hold {num_edges} integers, one for each edge, got {order.dtype} of shape "
-                f"{list(order.shape)}; make it again with jaxcg.sort_edges whenever the graph changes"
-            )
+        given = [edge_order.by_receiver, *([] if edge_order.by_sender is None else [edge_order.by_sender])]
+        for order in (as_array("edge_order", one) for one in given):
+            if order.shape != (num_edges,) or not jnp.issubdtype(order.dtype, jnp.integer):
+                raise GraphError(
+                    f"`edge_order` must hold {num_edges} integers, one for each edge, got {order.dtype} of shape "
+                    f"{list(order.shape)}; make it again with jaxcg.sort_edges whenever the graph changes"
+                )
     if check_sorted and (receivers_sorted or edge_order is not None):
-        require_sorted(receivers, None if edge_order is None else edge_order.by_receiver, num_nodes)
+        require_sorted("receivers", receivers, None if edge_order is None else edge_order.by_receiver, num_nodes)
+    if check_sorted and edge_order is not None and edge_order.by_sender is not None:
+        require_sorted("senders", senders, edge_order.by_sender, x.shape[0])
     return _convolve(
         x, y, w, senders, receivers, edge_order,
         tp=tp, num_nodes=num_nodes, receivers_sorted=bool(receivers_sorted), deterministic=bool(deterministic),
-        impl=impl,
+        compensated=bool(compensated), impl=impl,
     )  # fmt: skip
 
 
-@partial(jax.jit, static_argnames=("tp", "num_nodes", "receivers_sorted", "deterministic", "impl"), inline=True)
+_STATIC = ("tp", "num_nodes", "receivers_sorted", "deterministic", "compensated", "impl")
+
+
+@partial(jax.jit, static_argnames=_STATIC, inline=True)
 def _convolve(
     x: Array,
     y: Array,
@@ -207,23 +220,28 @@ def _convolve(
     num_nodes: int,
     receivers_sorted: bool,
     deterministic: bool,
+    compensated: bool,
     impl: str,
 ) -> Float[Array, "num_nodes z_dim"]:
     num_edges = senders.shape[0]
     present = (senders >= 0) & (senders < x.shape[0]) & (receivers >= 0) & (receivers < num_nodes)
-    # One canonical form for all paths: an absent edge has a negative sender, and every receiver is in range.
-    # Clipping is monotone, so receivers that were sorted still are.
-    senders = jnp.where(present, senders, -1).astype(jnp.int32)
+    # One canonical form for all paths: an absent edge has a negative sender, the complement of one in range, and every
+    # receiver is in range. Clipping is monotone, so what was sorted still is.
+    senders = jnp.clip(senders, 0, max(x.shape[0] - 1, 0)).astype(jnp.int32)
+    senders = jnp.where(present, senders, ~senders)
     receivers = jnp.clip(receivers, 0, max(num_nodes - 1, 0)).astype(jnp.int32)
     indices: tuple[Array, ...] = (senders, receivers)
     if edge_order is not None:
+        orders = [edge_order.by_receiver]
+        if edge_order.by_sender is not None and (deterministic or compensated) and impl != "xla":
+            orders.append(edge_order.by_sender)
         # An order that was made by hand must not lead a kernel out of bounds.
-        indices += (jnp.clip(edge_order.by_receiver, 0, max(num_edges - 1, 0)).astype(jnp.int32),)
+        indices += tuple(jnp.clip(order, 0, max(num_edges - 1, 0)).astype(jnp.int32) for order in orders)
     elif not receivers_sorted and impl != "xla" and tp.kernel_support().ok:
         indices += (jnp.argsort(receivers, stable=True).astype(jnp.int32),)
     return _evaluate(
         tp, x, y, w, indices,
-        rows=num_edges, num_z=num_nodes, swapped=False, impl=impl, deterministic=deterministic,
+        rows=num_edges, num_z=num_nodes, swapped=False, impl=impl, deterministic=deterministic, compensated=compensated,
     )  # fmt: skip
 
 
@@ -239,6 +257,7 @@ def _evaluate(
     swapped: bool,
     impl: str,
     deterministic: bool = False,
+    compensated: bool = False,
 ) -> Float[Array, "num_z z_dim"]:
     """Bind the primitive on flat operands, after two rewrites that kernels want.
 
@@ -262,13 +281,15 @@ def _evaluate(
             swapped=swapped,
             weighting="factored" if factored else "streamed" if weighted else "none",
             indexed=bool(indices),
-            ordered=len(indices) == 3,
+            ordered=len(indices) > 2,
+            by_sender=len(indices) > 3,
             shared=shared and weighted and not factored,
             num_rows=rows,
             num_x=x.shape[0],
             num_z=num_z,
             impl=impl,
             deterministic=deterministic,
+            compensated=compensated,
         )
         streamed = call.weighting == "streamed"
         operands = [x, y, w] if streamed and w is not None else [x, y]

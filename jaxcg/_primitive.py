@@ -66,12 +66,14 @@ class Call:
             weights applied to the result by the caller; ``"none"``: the paths that have no weights.
         indexed: the first two operands are `senders` and `receivers`, one for each edge.
         ordered: the third operand is the order in which edges are sorted by receiver.
+        by_sender: the fourth operand is the order in which they are sorted by sender.
         shared: all rows share one weight vector.
         num_rows: edges, or rows of a product without graph.
         num_x: rows of an x operand.
         num_z: rows of a z operand.
         impl: ``"auto"``, ``"cuda"`` or ``"xla"``.
         deterministic: kernels add up no gradient of x atomically, so that all results repeat bit by bit.
+        compensated: sums over edges carry what rounding takes from them (so these are not atomic either).
         exchanged: the roles of x and z are exchanged, see `jaxcg._coupling.exchange`.
     """
 
@@ -87,6 +89,8 @@ class Call:
     num_z: int
     impl: str
     deterministic: bool = False
+    compensated: bool = False
+    by_sender: bool = False
     exchanged: bool = False
 
     @property
@@ -96,7 +100,7 @@ class Call:
 
     @property
     def num_indices(self) -> int:
-        return (2 if self.indexed else 0) + (1 if self.ordered else 0)
+        return 2 * self.indexed + self.ordered + self.by_sender
 
     def shape(self, slot: str) -> tuple[int, ...]:
         """Shape of an array of one slot."""
@@ -222,10 +226,10 @@ def _batch(args: Sequence[Array], dims: Sequence[Any], *, call: Call, terms: Ter
     indices: list[Array] = []
     for number in range(call.num_indices):
         index = spread(moved[number], batched[number])
-        step = (call.num_x, call.num_z, call.num_rows)[number]
+        step = (call.num_x, call.num_z, call.num_rows, call.num_rows)[number]
         offset = (jnp.arange(size, dtype=index.dtype) * step)[:, None]
-        # Absent edges (negative sender) stay absent; receivers stay sorted, since each is inside its own graph.
-        indices.append(jnp.where(index < 0, index, index + offset).reshape(-1))
+        # Absent edges (negative sender) stay absent, and what is sorted stays sorted, each inside its own graph.
+        indices.append(jnp.where(index < 0, index - offset, index + offset).reshape(-1))
     operands = []
     for arg, is_batched, slot in zip(moved, batched, slots, strict=True):
         if slot == "index":
@@ -266,6 +270,7 @@ def evaluate_with_xla(*args: Array, call: Call, terms: TermSet) -> list[Array]:
         num_x=call.num_x,
         num_z=call.num_z,
         shared=call.shared,
+        compensated=call.compensated,
     )
 
 

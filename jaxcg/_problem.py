@@ -304,6 +304,7 @@ class TensorProduct:
         edge_order: "EdgeOrder | None" = None,
         check_sorted: bool = False,
         deterministic: bool = False,
+        compensated: bool = False,
         impl: Implementation = "auto",
     ) -> Float[Array, "receiver dim_out"]:
         r"""The product on every edge, summed at the receivers, with no per-edge result in memory.
@@ -326,8 +327,12 @@ class TensorProduct:
             check_sorted: for debugging: raise if the promise or the order is wrong; a compiled program when it runs.
             deterministic: on a CUDA device, whether gradients of x repeat bit by bit too, in derivatives of any order.
                 Without it kernels add them atomically, and they repeat to rounding; all else repeats in either case. It
-                costs a sort of the edges by sender and reading w, y and the cotangent once more. The XLA path has its
-                own flag, ``--xla_gpu_deterministic_ops``.
+                costs a sort of the edges by sender, unless `edge_order` brings it, and reading w, y and the cotangent
+                once more. The XLA path has its own flag, ``--xla_gpu_deterministic_ops``.
+            compensated: whether sums over edges (z, and gradients of x) carry along what rounding takes from them, so
+                that their error does not grow with the number of edges (Kahan, "Further remarks on reducing truncation
+                errors", 1965). For float32 on graphs with very many edges a node. Kernels then sum gradients of x as
+                with `deterministic`.
             impl: see `__call__`.
 
         Returns:
@@ -345,7 +350,7 @@ class TensorProduct:
         return _operations.convolve(
             self, x, y, w, senders, receivers,
             num_nodes=num_nodes, receivers_sorted=receivers_sorted, edge_order=edge_order, check_sorted=check_sorted,
-            deterministic=deterministic, impl=impl,
+            deterministic=deterministic, compensated=compensated, impl=impl,
         )  # fmt: skip
 
 

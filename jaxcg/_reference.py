@@ -275,6 +275,38 @@ def block_rows(coupling: Coupling) -> int:
     return max(64, BLOCK_ELEMENTS // widest)
 
 
+# A sum so far, and what must still be added to it if it is compensated.
+_Total = tuple[Array, ...]
+
+
+def _add(total: _Total, index: Int[Array, " b"], rows: Float[Array, "b dim"]) -> _Total:
+    """Add rows to rows of a sum."""
+    return (total[0].at[index].add(rows, mode="drop"),)
+
+
+def _add_compensated(total: _Total, index: Int[Array, " b"], rows: Float[Array, "b dim"]) -> _Total:
+    """The same, with what rounding takes from the sum kept beside it.
+
+    The rows are cut at the last bits of a number above the sum of all their magnitudes, so that the sum of the upper
+    parts is exact in any order (Demmel and Nguyen, "Fast reproducible floating-point summation", 2013); the lower ones,
+    smaller by eps times the number of rows, are added up as they are. Then the exact sum is added to the total by
+    Knuth's error-free transformation (Ogita, Rump and Oishi, "Accurate sum and dot product", 2005, algorithm 4.3).
+    """
+    held, lost = total
+    largest = jnp.max(jnp.abs(rows), axis=0, initial=0)
+    cut = 4 * rows.shape[0] * jnp.exp2(jnp.ceil(jnp.log2(jnp.maximum(largest, jnp.finfo(rows.dtype).tiny))))
+    fits = jnp.isfinite(cut)
+    upper = jnp.where(fits, (cut + rows) - cut, rows)
+    lower = jnp.where(fits, rows - upper, 0)
+    add = lambda part: jnp.zeros_like(held).at[index].add(part, mode="drop")  # noqa: E731
+    # XLA turns the sum of an array and a scatter onto zeros into a scatter onto the array, if it may.
+    added, rest = jax.lax.optimization_barrier((add(upper), add(lower)))
+    new = held + added
+    of_added = new - held
+    error = (held - (new - of_added)) + (added - of_added)
+    return new, lost + (jnp.where(jnp.isfinite(new), error, 0) + rest)
+
+
 def evaluate(
     coupling: Coupling,
     terms: TermSet,
@@ -286,6 +318,7 @@ def evaluate(
     num_x: int,
     num_z: int,
     shared: bool,
+    compensated: bool = False,
 ) -> list[Array]:
     """Evaluate a term set over all rows, in blocks under a loop.
 
@@ -300,6 +333,7 @@ def evaluate(
         num_x: number of rows of the x slot.
         num_z: number of rows of the z slot.
         shared: whether the weights are shared by all rows.
+        compensated: whether sums over edges carry along what rounding takes from them.
 
     Returns:
         One array for each output, shaped like an operand of its slot.
@@ -310,7 +344,7 @@ def evaluate(
     heights = {"x": num_x, "y": num_rows, "w": num_rows, "z": num_z}
     indices = {"x": senders, "z": receivers}
 
-    def one_block(start: Int[Array, ""] | int, totals: list[Array], fresh: Bool[Array, " b"] | None) -> list[Array]:
+    def one_block(start: Int[Array, ""] | int, totals: list[_Total], fresh: Bool[Array, " b"] | None) -> list[_Total]:
         whole = size == num_rows
 
         def cut(array: Array) -> Array:
@@ -334,27 +368,29 @@ def evaluate(
         ):
             index = rows_of.get(out.slot)
             if out.slot == "w" and shared:
-                updated.append(total + rows[0])
+                updated.append((total[0] + rows[0],))
             elif index is not None:
                 rows = rows if fresh is None else jnp.where(fresh[:, None], rows, 0)
-                updated.append(total.at[index].add(rows, mode="drop"))
+                add = _add_compensated if compensated else _add
+                updated.append(add(total, index, rows))
             elif whole:
-                updated.append(rows)
+                updated.append((rows,))
             else:
-                updated.append(jax.lax.dynamic_update_slice_in_dim(total, rows, start, 0))
+                updated.append((jax.lax.dynamic_update_slice_in_dim(total[0], rows, start, 0),))
         return updated
 
-    totals = [
-        jnp.zeros((dims["w"],) if out.slot == "w" and shared else (heights[out.slot], dims[out.slot]), dtype)
-        for out in terms.outputs
-    ]
+    totals: list[_Total] = []
+    for out in terms.outputs:
+        zero = jnp.zeros((dims["w"],) if out.slot == "w" and shared else (heights[out.slot], dims[out.slot]), dtype)
+        totals.append((zero, zero) if compensated and indices.get(out.slot) is not None else (zero,))
     if size == num_rows:
-        return one_block(0, totals, None)
+        return [sum(total[1:], total[0]) for total in one_block(0, totals, None)]
 
-    def body(number: Int[Array, ""], totals: list[Array]) -> list[Array]:
+    def body(number: Int[Array, ""], totals: list[_Total]) -> list[_Total]:
         # The last block is moved back to stay inside; rows that an earlier block did are not added again.
         start = jnp.minimum(number * size, num_rows - size)
         fresh = start + jnp.arange(size) >= number * size
         return one_block(start, totals, fresh)
 
-    return jax.lax.fori_loop(0, -(-num_rows // size), body, totals)
+    totals = jax.lax.fori_loop(0, -(-num_rows // size), body, totals)
+    return [sum(total[1:], total[0]) for total in totals]

@@ -122,6 +122,7 @@ def convolve(
     edge_order: "EdgeOrder | None" = None,
     check_sorted: bool = False,
     deterministic: bool = False,
+    compensated: bool = False,
     impl: Implementation = "auto",
 ) -> e3nn.IrrepsArray:
     r"""Messages of an equivariant layer, summed at the receivers, without a per-edge result in memory.
@@ -149,6 +150,7 @@ def convolve(
         edge_order: what `jaxcg.sort_edges` made of the same senders and receivers.
         check_sorted: for debugging: raise if the promise or the order is wrong.
         deterministic: whether gradients of x repeat bit by bit too, see `jaxcg.TensorProduct.convolve`.
+        compensated: whether sums over edges carry along what rounding takes from them, see there.
         impl: ``"auto"``, ``"cuda"`` or ``"xla"``.
 
     Returns:
@@ -168,7 +170,7 @@ def convolve(
     z = tp.convolve(
         x.array, y.array, weights, senders, receivers,
         num_nodes=num_nodes, receivers_sorted=receivers_sorted, edge_order=edge_order, check_sorted=check_sorted,
-        deterministic=deterministic, impl=impl,
+        deterministic=deterministic, compensated=compensated, impl=impl,
     )  # fmt: skip
     if not (isinstance(scale, int | float) and scale == 1):
         z = z * jnp.asarray(scale, z.dtype)

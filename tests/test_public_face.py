@@ -40,7 +40,7 @@ SIGNATURES = {
     "TensorProduct.__call__": "self, x, y, w=None, *, impl='auto'",
     "TensorProduct.convolve": (
         "self, x, y, w=None, senders=None, receivers=None, *, num_nodes, receivers_sorted=False, edge_order=None,"
-        " check_sorted=False, deterministic=False, impl='auto'"
+        " check_sorted=False, deterministic=False, compensated=False, impl='auto'"
     ),
     "TensorProduct.explain": "self",
     "TensorProduct.kernel_support": "self",
@@ -129,7 +129,7 @@ def test_defaults_of_convolve() -> None:
     spelled_out = SMALL.convolve(
         x=problem.x, y=problem.y, w=problem.w, senders=problem.senders, receivers=problem.receivers,
         num_nodes=problem.num_nodes, receivers_sorted=False, edge_order=None, check_sorted=False,
-        deterministic=False, impl="auto",
+        deterministic=False, compensated=False, impl="auto",
     )  # fmt: skip
     np.testing.assert_array_equal(plain, spelled_out)
     np.testing.assert_array_equal(plain, problem.convolve(*problem.operands, impl="xla"))

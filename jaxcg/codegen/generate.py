@@ -116,7 +116,7 @@ def generate(
     for number, launch in enumerate(schedule.launches):
         roles: list[LoweredRole] = []
         for role in launch.roles:
-            lowered = lower_role(coupling, terms, role)
+            lowered = lower_role(coupling, terms, role, schedule.compensated)
             verify(lowered.program, entries=len(lowered.entries))
             roles.append(lowered)
         name = f"jaxcg_{number}"

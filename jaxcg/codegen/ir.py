@@ -61,6 +61,8 @@ SIGNATURES = {
     "add": Signature((LANES,), LANES, accumulates=True),
     "fma": Signature((LANES, LANES), LANES, accumulates=True),
     "fma_scalar": Signature((SCALAR, LANES), LANES, accumulates=True),
+    # (what is added, what rounding has taken from the sum so far, which is updated too)
+    "add_compensated": Signature((LANES, LANES), LANES, accumulates=True),
     "dot": Signature((LANES, LANES), SCALAR, accumulates=True),
     "axpy": Signature((SCALAR,), SCALAR, accumulates=True),
     # store_w at (output, path)

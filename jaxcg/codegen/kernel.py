@@ -135,7 +135,8 @@ def render_fix_up(problem: Problem, schedule: Schedule, columns: list[list[tuple
             for start, length in ranges:
                 unit = gcd(16 // problem.number.itemsize, start, length, width)
                 where = f"z + {start}, rows + {start}, last - first, {length}, piece - first"
-                lines.append(f"      add_rows<{unit}, {width}>({where});")
+                flag = "true" if schedule.compensated else "false"
+                lines.append(f"      add_rows<{unit}, {width}, {flag}>({where});")
             lines.append("    }")
         lines.append("  }")
     return [*lines, "}"]

@@ -39,6 +39,7 @@ class LoweredRole:
         entries: M of an edge for one y operand, padded to whole quads of each path with None.
         program: the work on one edge.
         z_outputs: for each z output, the accumulator of each (path number in the role, component).
+        lost: what rounding has taken from these accumulators; empty if nobody asks.
         z_operands: for each z operand, its value of each (path number, component).
         y_components: components of y that a gradient of y gets from this role.
     """
@@ -49,6 +50,7 @@ class LoweredRole:
     program: Program
     z_outputs: tuple[tuple[int, tuple[tuple[int, int, Value], ...]], ...]
     z_operands: tuple[tuple[int, tuple[tuple[int, int, Value], ...]], ...]
+    lost: tuple[Value, ...]
     y_components: tuple[int, ...]
 
 
@@ -116,13 +118,14 @@ def _group(terms: tuple[Term, ...], slot: str) -> dict[int, list[Term]]:
     return groups
 
 
-def lower_role(coupling: Coupling, terms: TermSet, role: Role) -> LoweredRole:
+def lower_role(coupling: Coupling, terms: TermSet, role: Role, compensated: bool = False) -> LoweredRole:
     """Lower one role.
 
     Args:
         coupling: the product, every path channelwise with a slot of its own.
         terms: what to compute.
         role: the paths, all of one x block.
+        compensated: whether sums over edges carry what rounding takes from them.
 
     Returns:
         The program of an edge, with the table of M that it reads.
@@ -137,6 +140,7 @@ def lower_role(coupling: Coupling, terms: TermSet, role: Role) -> LoweredRole:
     places = [(n, k) for n, path in enumerate(paths) for k in range(2 * path.l3 + 1)]
     z_in = {(o, n, k): Value(f"z{o}_p{n}_k{k}", LANES) for o in numbers["z"] for n, k in places}
     z_out = {(o, n, k): Value(f"acc{o}_p{n}_k{k}", LANES) for o in outputs["z"] for n, k in places}
+    lost = {place: Value(value.name.replace("acc", "lost"), LANES) for place, value in z_out.items() if compensated}
     x_out = {(o, i): Value(f"gx{o}_i{i}", LANES) for o in outputs["x"] for i in range(rows)}
     x_in = {(o, i): Value(f"x{o}_i{i}", LANES) for o in numbers["x"] for i in range(rows)}
     y_out = {(o, j): Value(f"gy{o}_j{j}", SCALAR) for o in outputs["y"] for j in components}
@@ -147,9 +151,9 @@ def lower_role(coupling: Coupling, terms: TermSet, role: Role) -> LoweredRole:
             f"{len(path.entries)} coefficients"
         )
         with builder.block(comment):
-            _lower_path(builder, terms, n, path, columns[n], starts[n], x_in, z_in, z_out, x_out, y_out)
+            _lower_path(builder, terms, n, path, columns[n], starts[n], x_in, z_in, z_out, lost, x_out, y_out)
     program = Program(
-        inputs=tuple(value for table in (x_in, z_in, z_out, x_out, y_out) for value in table.values()),
+        inputs=tuple(value for table in (x_in, z_in, z_out, lost, x_out, y_out) for value in table.values()),
         blocks=tuple(builder.blocks),
         y_sums=tuple(tuple((j, y_out[o, j]) for j in components) for o in outputs["y"]),
     )
@@ -161,6 +165,7 @@ def lower_role(coupling: Coupling, terms: TermSet, role: Role) -> LoweredRole:
         program=program,
         z_outputs=tuple((o, gather(z_out, o)) for o in outputs["z"]),
         z_operands=tuple((o, gather(z_in, o)) for o in numbers["z"]),
+        lost=tuple(lost.values()),
         y_components=components if outputs["y"] else (),
     )
 
@@ -175,6 +180,7 @@ def _lower_path(
     x_in: dict[tuple[int, int], Value],
     z_in: dict[tuple[int, int, int], Value],
     z_out: dict[tuple[int, int, int], Value],
+    lost: dict[tuple[int, int, int], Value],
     x_out: dict[tuple[int, int], Value],
     y_out: dict[tuple[int, int], Value],
 ) -> None:
@@ -184,6 +190,12 @@ def _lower_path(
 
     outputs = [(o, out.slot, out.terms) for o, out in enumerate(terms.outputs)]
     w_out = {o: builder.define(f"gw{o}", "zero_lanes") for o, slot, _ in outputs if slot == "w"}
+    # Where an edge adds to z: the accumulators, or a sum of its own that is added to them afterwards.
+    sums = {
+        place: builder.define("message", "zero_lanes") if lost else value
+        for place, value in z_out.items()
+        if place[1] == n
+    }
     reads_m = any(slot != "y" for _, slot, _ in outputs)
     m = {
         (o, c): builder.define(f"m{o}", "load_m", at=(o, start + c))
@@ -215,7 +227,7 @@ def _lower_path(
                     scaled = factors.scaled(group)
                     for k in ks:
                         entry, sign = factors.m[y, k]
-                        builder.emit("fma_scalar", z_out[o, n, k], entry, scaled, number=sign)
+                        builder.emit("fma_scalar", sums[o, n, k], entry, scaled, number=sign)
             elif slot == "x":
                 for t in found_terms:
                     assert t.y is not None and t.z is not None
@@ -229,12 +241,15 @@ def _lower_path(
                     assert t.x is not None and t.y is not None and t.z is not None
                     builder.emit("fma", w_out[o], factors.x[t.x], factors.contracted(t.y, t.z))
             elif slot == "y":
-                sums = {k: builder.define("t", "zero_scalar") for k in ks}
+                dots = {k: builder.define("t", "zero_scalar") for k in ks}
                 for z, group in _group(found_terms, "z").items():
                     scaled = factors.scaled(group)
                     for k in ks:
-                        builder.emit("dot", sums[k], scaled, factors.z[z, k])
+                        builder.emit("dot", dots[k], scaled, factors.z[z, k])
                 for j, k, value in found:
-                    builder.emit("axpy", y_out[o, path.in2_offset + j], sums[k], number=value)
+                    builder.emit("axpy", y_out[o, path.in2_offset + j], dots[k], number=value)
+    if lost:
+        for place, message in sums.items():
+            builder.emit("add_compensated", z_out[place], message, lost[place])
     for o, value in w_out.items():
         builder.emit("store_w", None, value, at=(o, n))

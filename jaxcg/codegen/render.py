@@ -91,6 +91,8 @@ def _statements(op: Op, channels: int, number: Number, at: Addresses, loaded: se
             return [f"V {out} = zeros{lanes}();", f"fma({out}, {sign}{args[0]}, {args[1]});"]
         case "add":
             return [f"add({out}, {args[0]});"]
+        case "add_compensated":
+            return [f"add_compensated({out}, {args[0]}, {args[1]});"]
         case "fma":
             return [f"fma({out}, {args[0]}, {args[1]});"]
         case "fma_scalar":

@@ -144,7 +144,7 @@ def render_role(context: RoleContext) -> list[str]:
     if context.sum_size:
         body.append(f"T* const lane_sums = {context.shared(context.sums, context.sum_size, of_warp=True)};")
     if indexed:
-        body += declare(accumulators + held, channels, zero=True)
+        body += declare([*accumulators, *lowered.lost, *held], channels, zero=True)
         body += ["int row = -1;", *rows.functions]
     body += render_places(lowered) if problem.outputs("y") else []
     # Lane t holds the indices of the t-th edge of the batch, and of the t-th of those that are copied meanwhile, and of

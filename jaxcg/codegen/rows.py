@@ -59,6 +59,8 @@ def render_receivers(context: RoleContext) -> ReceiverText:
     change = ["if (changes & 1u) {", "  const int receiver = __shfl_sync(0xffffffffu, my_receiver, b);"]
     if not context.lowered.z_outputs or not problem.indexed:
         return ReceiverText([], [*change, "  row = receiver;", *indent(load), "}"], [], load)
+    accumulators = [value for _, table in context.lowered.z_outputs for _, _, value in table]
+    accumulators += context.lowered.lost
     flush, clear = ["const auto flush = [&]() {"], ["const auto clear = [&](int n) {"]
     for order, (output, table) in enumerate(context.lowered.z_outputs):
         scratch = f"static_cast<T*>({problem.extra(0)}) + ({order} * args.sizes[3] + piece) * {dim}ll"
@@ -70,11 +72,7 @@ def render_receivers(context: RoleContext) -> ReceiverText:
         "  if (row >= 0) flush(), continued = false;",
         "  for (int n = written + 1; n < receiver; ++n) clear(n);",
         "  written = receiver;",
-        *(
-            f"  {value.name} = zeros<T, {layout.channels}>();"
-            for _, table in context.lowered.z_outputs
-            for _, _, value in table
-        ),
+        *(f"  {value.name} = zeros<T, {layout.channels}>();" for value in accumulators),
         "  row = receiver;",
         *indent(load),
         "}",

@@ -42,16 +42,23 @@ class Compiler:
 
 @lru_cache(maxsize=1024)
 def source_of(
-    coupling: Coupling, indexed: bool, ordered: bool, terms: TermSet, itemsize: int, limits: DeviceLimits
+    coupling: Coupling,
+    indexed: bool,
+    ordered: bool,
+    terms: TermSet,
+    itemsize: int,
+    limits: DeviceLimits,
+    compensated: bool = False,
 ) -> KernelSource:
     """The text of a call; it depends on the product and the kind of call, never on the size of the graph."""
-    schedule = choose(coupling, terms, itemsize, limits)
+    compensated &= indexed and any(out.slot == "z" for out in terms.outputs)
+    schedule = choose(coupling, terms, itemsize, limits, compensated)
     return generate(coupling, terms, schedule, indexed=indexed, ordered=ordered, itemsize=itemsize)
 
 
 def kernel_source(call: Call, terms: TermSet, itemsize: int, limits: DeviceLimits) -> KernelSource:
     """The text that `call` runs."""
-    return source_of(call.coupling, call.indexed, call.ordered, terms, itemsize, limits)
+    return source_of(call.coupling, call.indexed, call.ordered, terms, itemsize, limits, call.compensated)
 
 
 def targets_of(ctx: Any) -> tuple[str, ...]:
@@ -98,8 +105,11 @@ def custom_call(call: Call, terms: TermSet, compiler: Compiler) -> Callable[...,
         A function to be lowered in place of the primitive: one ``jaxcg_launch`` custom call, or two if gradients of x
         are wanted bit by bit. Scratch memory is a result that is dropped, so XLA owns it.
     """
-    if call.deterministic and call.indexed and any(out.slot == "x" for out in terms.outputs):
+    if (call.deterministic or call.compensated) and call.indexed and any(out.slot == "x" for out in terms.outputs):
         return partial(_without_atomics, call, terms, compiler)
+    if call.by_sender:
+        plain = custom_call(replace(call, by_sender=False), terms, compiler)
+        return lambda *operands: plain(*operands[:3], *operands[4:])
     if max(call.num_rows, call.num_x, call.num_z) > _MOST_ROWS:
         raise UnsupportedError(
             f"the kernels count rows in 32 bits, got {call.num_rows} edges, {call.num_x} and {call.num_z} nodes; "
@@ -142,7 +152,7 @@ def _without_atomics(call: Call, terms: TermSet, compiler: Compiler, *operands: 
     writes a slot of its own, and the slots of an x block are summed afterwards.
     """
     indices, values = operands[: call.num_indices], operands[call.num_indices :]
-    plain = replace(call, deterministic=False)
+    plain = replace(call, deterministic=False, by_sender=False)
 
     def part(used: list[bool], make: Callable[[TermSet], Callable[..., list[Array]]], *given: Array) -> list[Array]:
         if not any(used):
@@ -151,10 +161,11 @@ def _without_atomics(call: Call, terms: TermSet, compiler: Compiler, *operands: 
         return make(smaller)(*given, *(value for value, is_read in zip(values, read, strict=True) if is_read))
 
     is_x = [out.slot == "x" for out in terms.outputs]
-    others = part([not x for x in is_x], lambda smaller: custom_call(plain, smaller, compiler), *indices)
+    mine = indices[: plain.num_indices]
+    others = part([not x for x in is_x], lambda smaller: custom_call(plain, smaller, compiler), *mine)
     present = indices[0] >= 0
-    senders, receivers = jnp.where(present, indices[1], -1), jnp.where(present, indices[0], 0)
-    order = jnp.argsort(receivers, stable=True).astype(jnp.int32)
+    senders, receivers = jnp.where(present, indices[1], -1), jnp.where(present, indices[0], ~indices[0])
+    order = indices[3] if call.by_sender else jnp.argsort(receivers, stable=True).astype(jnp.int32)
     turned = replace(plain, exchanged=True, ordered=True, num_x=call.num_z, num_z=call.num_x)
     slots = part(is_x, lambda smaller: custom_call(turned, exchange(smaller), compiler), senders, receivers, order)
     gradients, rest = (_sum_slots(call.coupling, slot) for slot in slots), iter(others)

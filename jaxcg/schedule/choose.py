@@ -39,9 +39,11 @@ _RESERVED = 1024
 class _Chooser:
     """The choice for one term set: what its steps share."""
 
-    def __init__(self, coupling: Coupling, terms: TermSet, itemsize: int, limits: DeviceLimits) -> None:
+    def __init__(
+        self, coupling: Coupling, terms: TermSet, itemsize: int, limits: DeviceLimits, compensated: bool
+    ) -> None:
         self.coupling, self.terms, self.itemsize, self.limits = coupling, terms, itemsize, limits
-        self.factors = count_factors(terms)
+        self.factors = count_factors(terms, compensated)
         self.blocks: dict[int, list[int]] = {}
         for number, path in enumerate(coupling.paths):
             self.blocks.setdefault(path.in1_block, []).append(number)
@@ -215,7 +217,9 @@ def _time(launches: tuple[Launch, ...]) -> float:
 _MOST_TOGETHER = 8
 
 
-def choose(coupling: Coupling, terms: TermSet, itemsize: int, limits: DeviceLimits | None = None) -> Schedule:
+def choose(
+    coupling: Coupling, terms: TermSet, itemsize: int, limits: DeviceLimits | None = None, compensated: bool = False
+) -> Schedule:
     """Lay a term set over launches, roles and lanes.
 
     Args:
@@ -223,6 +227,7 @@ def choose(coupling: Coupling, terms: TermSet, itemsize: int, limits: DeviceLimi
         terms: what to compute.
         itemsize: 4 for float32, 8 for float64.
         limits: what a block may use; as on the smallest GPU if left out.
+        compensated: whether sums over edges carry what rounding takes from them, which takes registers.
 
     Returns:
         The schedule, a pure function of the arguments.
@@ -231,7 +236,7 @@ def choose(coupling: Coupling, terms: TermSet, itemsize: int, limits: DeviceLimi
         UnsupportedError: a path needs more shared memory than there is.
     """
     limits = limits or DeviceLimits()
-    chooser = _Chooser(coupling, terms, itemsize, limits)
+    chooser = _Chooser(coupling, terms, itemsize, limits, compensated)
     blocks = list(chooser.blocks)
     # For the blocks from each place on: the time and the launches.
     best: dict[int, tuple[float, tuple[Launch, ...]]] = {len(blocks): (0.0, ())}
@@ -243,4 +248,4 @@ def choose(coupling: Coupling, terms: TermSet, itemsize: int, limits: DeviceLimi
             time, rest = best[end]
             if start not in best or _time(launches) + time < best[start][0]:
                 best[start] = (_time(launches) + time, launches + rest)
-    return Schedule(best[0][1], limits.multiprocessors)
+    return Schedule(best[0][1], limits.multiprocessors, compensated)

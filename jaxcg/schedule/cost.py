@@ -41,6 +41,7 @@ class Factors:
         y_sums: (y output, z operand) pairs: one product over channels each.
         scaled: distinct sums of w x products, made once for each i.
         counts: operands of each slot; outputs of each slot under the upper-case letter.
+        compensated: whether sums over edges carry what rounding takes from them.
     """
 
     z_sums: int
@@ -50,9 +51,10 @@ class Factors:
     y_sums: int
     scaled: int
     counts: Counter[str]
+    compensated: bool = False
 
 
-def count_factors(terms: TermSet) -> Factors:
+def count_factors(terms: TermSet, compensated: bool = False) -> Factors:
     """Count the factors of a term set."""
     z_sums = {(n, t.y) for n, out in enumerate(terms.outputs) if out.slot == "z" for t in out.terms}
     y_sums = {(n, t.z) for n, out in enumerate(terms.outputs) if out.slot == "y" for t in out.terms}
@@ -68,6 +70,7 @@ def count_factors(terms: TermSet) -> Factors:
         y_sums=len(y_sums),
         scaled=len(pairs),
         counts=counts,
+        compensated=compensated,
     )
 
 
@@ -173,10 +176,12 @@ def estimate(paths: tuple[Path, ...], factors: Factors, channels: int, itemsize:
     c, n = channels, factors.counts
     shapes = [measure(path) for path in paths]
     components = sum(2 * path.l3 + 1 for path in paths)
+    carried = (components + max(2 * path.l3 + 1 for path in paths)) * n["Z"] * factors.compensated
     x_dim = 2 * paths[0].l1 + 1
     y_dim = len(y_components(paths))
     values = (
         components * c * (n["Z"] + n["z"])
+        + carried * c
         + x_dim * c * (n["x"] + n["X"])
         + y_dim * n["Y"]
         + c * (n["w"] + n["W"])
@@ -184,7 +189,8 @@ def estimate(paths: tuple[Path, ...], factors: Factors, channels: int, itemsize:
         + 8 * max(n["y"], 1)
     )
     weighted = sum(path.weight_offset is not None for path in paths)
-    multiply_adds = 0
+    # A compensated sum is four additions where the product was added before.
+    multiply_adds = 4 * components * c * n["Z"] * factors.compensated
     other = BASE_INSTRUCTIONS + x_dim * (n["x"] + c * n["X"]) + weighted * (n["w"] + n["W"])
     for shape in shapes:
         multiply_adds += shape.pairs * c * (factors.z_sums + factors.contractions + factors.y_sums)

@@ -123,10 +123,12 @@ class Schedule:
     Attributes:
         launches: path sets, one kernel each.
         max_blocks: most blocks of a launch.
+        compensated: whether sums over edges carry what rounding takes from them.
     """
 
     launches: tuple[Launch, ...]
     max_blocks: int
+    compensated: bool = False
 
     @property
     def max_pieces(self) -> int:

@@ -1,4 +1,4 @@
-"""`deterministic=True`: the same derivatives, and no kernel that adds atomically."""
+"""`deterministic=True` and `compensated=True`: the same derivatives, and no kernel that adds atomically."""
 
 from functools import partial
 
@@ -27,11 +27,12 @@ PRODUCTS = {
 }
 
 
-def derivatives(tp: jaxcg.TensorProduct, deterministic: bool, impl: str):
+def derivatives(tp: jaxcg.TensorProduct, option: str | None, impl: str, order: jaxcg.EdgeOrder | None = None):
     """Energy, its gradients, and the gradients of a loss on them."""
+    options = {option: True} if option else {}
 
     def energy(x: jax.Array, y: jax.Array, w: jax.Array, s: jax.Array, r: jax.Array) -> jax.Array:
-        z = tp.convolve(x, y, w, s, r, num_nodes=11, deterministic=deterministic, impl=impl)
+        z = tp.convolve(x, y, w, s, r, num_nodes=11, edge_order=order, impl=impl, **options)
         return jnp.sum(z * jnp.cos(z))
 
     def loss(*operands: jax.Array) -> jax.Array:
@@ -48,17 +49,17 @@ def operands(tp: jaxcg.TensorProduct, seed: int = 3) -> tuple[jax.Array, ...]:
     return *(jnp.asarray(rng.standard_normal(shape)) for shape in shapes), *indices
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_derivatives_are_the_same_and_nothing_is_added_atomically(name: str) -> None:
+@pytest.mark.parametrize("name, option", [*((name, "deterministic") for name in PRODUCTS), ("ir_mul", "compensated")])
+def test_derivatives_are_the_same_and_nothing_is_added_atomically(name: str, option: str) -> None:
     tp, texts = PRODUCTS[name], []
 
     def compile_source(text: str) -> bytes:
         texts.append(text[text.index("struct Args") :])
         return image(text)
 
-    want = jax.tree.leaves(derivatives(tp, False, "xla")(*operands(tp)))
+    want = jax.tree.leaves(derivatives(tp, None, "xla")(*operands(tp)))
     with emulator.emulated(compile_source):
-        run = derivatives(tp, True, "cuda")
+        run = derivatives(tp, option, "cuda")
         assert run.lower(*operands(tp)).as_text().count("@jaxcg_launch") > 3
         got = jax.tree.leaves(run(*operands(tp)))
     for one, other in zip(got, want, strict=True):
@@ -67,16 +68,37 @@ def test_derivatives_are_the_same_and_nothing_is_added_atomically(name: str) -> 
     # The check can fail: by default gradients of x are added atomically.
     texts.clear()
     with emulator.emulated(lambda text: texts.append(text[text.index("struct Args") :]) or b"not run"):
-        derivatives(tp, False, "cuda").lower(*operands(tp))
+        derivatives(tp, None, "cuda").lower(*operands(tp))
     assert [text for text in texts if "add_atomically<" in text or "move_run<false" in text]
+
+
+@pytest.mark.parametrize("option", ["deterministic", "compensated"])
+@pytest.mark.parametrize("impl", ["cuda", "xla"])
+def test_an_order_made_once_spares_all_sorting(impl: str, option: str) -> None:
+    tp, given = PRODUCTS["mul_ir"], operands(PRODUCTS["mul_ir"])
+    order = jaxcg.sort_edges(*given[3:], 11)
+    want = jax.tree.leaves(derivatives(tp, None, "xla")(*given))
+    with emulator.emulated(image):
+        assert ("stablehlo.sort" in derivatives(tp, option, impl).lower(*given).as_text()) == (impl == "cuda")
+        run = derivatives(tp, option, impl, order)
+        assert "stablehlo.sort" not in run.lower(*given).as_text()
+        got = jax.tree.leaves(run(*given))
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-11 * np.abs(other).max())
 
 
 def test_batches() -> None:
     tp = PRODUCTS["mul_ir"]
+    order = jaxcg.sort_edges(*operands(tp, 1)[3:], 11)
     stacked = [jnp.stack(both) for both in zip(operands(tp, 1), operands(tp, 2), strict=True)]
     with emulator.emulated(image):
-        got = jax.tree.leaves(jax.vmap(derivatives(tp, True, "cuda"))(*stacked))
-    want = jax.tree.leaves(jax.vmap(derivatives(tp, False, "xla"))(*stacked))
+        got = jax.tree.leaves(jax.vmap(derivatives(tp, "deterministic", "cuda"))(*stacked))
+        # One graph for all: orders are offset as the indices are.
+        same = [jnp.stack([stacked[n][0]] * 2) if n > 2 else stacked[n] for n in range(5)]
+        ordered = jax.tree.leaves(jax.vmap(derivatives(tp, "deterministic", "cuda", order))(*same))
+    want = jax.tree.leaves(jax.vmap(derivatives(tp, None, "xla"))(*stacked))
+    for one, other in zip(ordered, jax.tree.leaves(jax.vmap(derivatives(tp, None, "xla"))(*same)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-11 * np.abs(other).max())
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-11 * np.abs(other).max())
 
@@ -89,7 +111,8 @@ def test_exchanging_twice_is_the_same_coupling() -> None:
         assert (path.mul1, path.mul_out, path.weight_offset) == (again.mul1, again.mul_out, again.weight_offset)
 
 
-def test_other_values_raise() -> None:
+@pytest.mark.parametrize("option", ["deterministic", "compensated"])
+def test_other_values_raise(option: str) -> None:
     tp = PRODUCTS["mul_ir"]
-    with pytest.raises(jaxcg.OptionError, match=r"`deterministic`.*True or False"):
-        partial(tp.convolve, num_nodes=11, deterministic="yes")(*operands(tp))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(jaxcg.OptionError, match=rf"`{option}`.*True or False"):
+        partial(tp.convolve, num_nodes=11, **{option: "yes"})(*operands(tp))  # pyright: ignore[reportArgumentType]

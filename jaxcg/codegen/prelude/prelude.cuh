@@ -279,6 +279,20 @@ __device__ __forceinline__ void add(Lanes<T, C>& sum, const Lanes<T, C>& a) {
   for (int t = 0; t < C; ++t) sum.v[t] += a.v[t];
 }
 
+// Kahan's sum: `lost` is by how much the sum so far is too large.
+template <class T>
+__device__ __forceinline__ void add_compensated(T& sum, T a, T& lost) {
+  const T next = a - lost, total = sum + next;
+  lost = (total - sum) - next;
+  sum = total;
+}
+
+template <class T, int C>
+__device__ __forceinline__ void add_compensated(Lanes<T, C>& sum, const Lanes<T, C>& a, Lanes<T, C>& lost) {
+#pragma unroll
+  for (int t = 0; t < C; ++t) add_compensated(sum.v[t], a.v[t], lost.v[t]);
+}
+
 template <class T, int C>
 __device__ __forceinline__ void fma(Lanes<T, C>& sum, const Lanes<T, C>& a, const Lanes<T, C>& b) {
 #pragma unroll
@@ -348,7 +362,7 @@ __device__ __forceinline__ void add_pack(Pack<T, N>& sum, const T* p) {
 }
 
 // z += sum of `count` rows, in order, for part `part` of `count` of the columns in [0, length).
-template <int N, int WIDTH, class T>
+template <int N, int WIDTH, bool COMPENSATED, class T>
 __device__ __forceinline__ void add_rows(T* z, const T* rows, int count, int length, int part) {
   const int units = length / N;
   const int begin = static_cast<int>(static_cast<long long>(units) * part / count);
@@ -356,9 +370,17 @@ __device__ __forceinline__ void add_rows(T* z, const T* rows, int count, int len
 #pragma unroll 2
   for (int c = begin + threadIdx.x; c < end; c += blockDim.x) {
     Pack<T, N> sum = *reinterpret_cast<const Pack<T, N>*>(z + N * c);
+    Pack<T, N> lost = {};
     const T* from = rows + N * c;
 #pragma unroll 4
-    for (int h = 0; h < count; ++h, from += WIDTH) add_pack(sum, from);
+    for (int h = 0; h < count; ++h, from += WIDTH) {
+      if constexpr (COMPENSATED) {
+        const Pack<T, N> q = *reinterpret_cast<const Pack<T, N>*>(from);
+        for (int t = 0; t < N; ++t) add_compensated(sum.v[t], q.v[t], lost.v[t]);
+      } else {
+        add_pack(sum, from);
+      }
+    }
     *reinterpret_cast<Pack<T, N>*>(z + N * c) = sum;
   }
 }
