@@ -22,8 +22,8 @@ class RoleContext:
         name: of its function.
         table: place of the first team's M in shared memory.
         table_size: elements of the M of a team.
-        sums: place where the first warp sums over its lanes.
-        sum_size: elements of such a place.
+        transit: place where values of the first warp pass from lanes to memory.
+        transit_size: elements of such a place.
         ring: place of the first warp's stages.
         ring_size: elements of a ring.
         stages: edges whose operands a ring holds; 0 if nothing is copied.
@@ -42,8 +42,8 @@ class RoleContext:
     name: str
     table: int
     table_size: int
-    sums: int
-    sum_size: int
+    transit: int
+    transit_size: int
     ring: int
     ring_size: int
     stages: int

@@ -141,8 +141,8 @@ def render_role(context: RoleContext) -> list[str]:
     ]
     if problem.operands("y"):
         body.append(f"T* const table = {context.shared(context.table, context.table_size, of_warp=False)};")
-    if context.sum_size:
-        body.append(f"T* const lane_sums = {context.shared(context.sums, context.sum_size, of_warp=True)};")
+    if context.transit_size:
+        body.append(f"T* const transit = {context.shared(context.transit, context.transit_size, of_warp=True)};")
     if indexed:
         body += declare([*accumulators, *lowered.lost, *held], channels, zero=True)
         body += ["int row = -1;", *rows.functions]
@@ -233,8 +233,8 @@ def _render_edge(context: RoleContext, stage: Stage, fetch: Fetch, rows: Receive
             "free = at;",
             f"at = at == {ahead * stage.size} ? 0 : at + {stage.size};",
         ]
-    elif context.sum_size:
-        edge.append("__syncwarp();  // all lanes are done with the sums of the last edge")
+    elif context.transit_size:
+        edge.append("__syncwarp();  // all lanes are done with what passed for the last edge")
     edge.append(
         "const int edge = __shfl_sync(0xffffffffu, my_edge, b);" if problem.ordered else "const int edge = base + b;"
     )
@@ -291,7 +291,7 @@ def _render_edge(context: RoleContext, stage: Stage, fetch: Fetch, rows: Receive
             edge.append(f"T* const to{output} = {problem.output(output)} + row * {coupling.dim_out}ll;")
             edge += write_z(layout, f"to{output}", table)
     for order, sums in enumerate(lowered.program.y_sums):
-        edge += render_lane_sums(problem, lowered, order, sums, "lane_sums", f"share{order}")
+        edge += render_lane_sums(problem, lowered, order, sums, "transit", f"share{order}")
         if not problem.has_shares and len(lowered.y_components) < coupling.dim_in2:
             # Nobody else writes the components that no path reads.
             missing = [j for j in range(coupling.dim_in2) if j not in lowered.y_components]

@@ -6,6 +6,7 @@ from jaxcg.codegen.context import RoleContext
 from jaxcg.codegen.ir import Value
 from jaxcg.codegen.problem import RoleLayout, indent
 from jaxcg.codegen.stages import Stage
+from jaxcg.schedule.shared import x_copy_bytes, z_copy_bytes
 
 ZTable = tuple[tuple[int, int, Value], ...]
 
@@ -20,13 +21,44 @@ def _z_moves(layout: RoleLayout, table: ZTable) -> list[tuple[str, int, str]]:
     return moves
 
 
+def _run(layout: RoleLayout, components: int) -> str:
+    """Elements of this warp's slice of a block in layout mul_ir, where it is one run in memory."""
+    if layout.full:
+        return str(layout.slice * components)
+    return f"(left + lane < {layout.slice} ? left + lane : {layout.slice}) * {components}"
+
+
 def write_z(layout: RoleLayout, target: str, table: ZTable, zero: bool = False) -> list[str]:
-    """Text that stores the accumulators of a role, or zeros, to a z row."""
-    nothing = f"zeros<T, {layout.channels}>()"
-    return [
-        f"Global::store({target} + {offset}, {step}, left, {nothing if zero else name});"
-        for offset, step, name in _z_moves(layout, table)
-    ]
+    """Text that stores the accumulators of a role, or zeros, to a z row.
+
+    In layout mul_ir by way of shared memory: lanes hold channels, memory wants components. Stored as they are, each
+    component of a block would touch every sector of it.
+    """
+    coupling, itemsize = layout.problem.coupling, layout.problem.number.itemsize
+    if coupling.layout == "ir_mul":
+        nothing = f"zeros<T, {layout.channels}>()"
+        return [
+            f"Global::store({target} + {offset}, {step}, left, {nothing if zero else name});"
+            for offset, step, name in _z_moves(layout, table)
+        ]
+    lines: list[str] = []
+    for n, path in enumerate(layout.paths):
+        components = 2 * path.l3 + 1
+        width = z_copy_bytes(coupling, path, itemsize) // itemsize
+        start = f"{target} + {path.out_offset} + {layout.slice * components} * chunk"
+        if zero:
+            lines.append(f"zero_run<{width}>({start}, {_run(layout, components)}, lane);")
+            continue
+        if lines:
+            lines.append("__syncwarp();  // all lanes are done with the path before")
+        for path_number, k, value in table:
+            if path_number == n:
+                place = f"transit + {layout.shared_offset(components, k)}"
+                lines.append(f"Shared::store({place}, {32 * components}, left, {value.name});")
+        lines += ["__syncwarp();", f"move_run<true, {width}>({start}, transit, {_run(layout, components)}, lane);"]
+    if layout.problem.outputs("y") and not zero:
+        lines.append("__syncwarp();  // sums of y gradients take the same way")
+    return lines
 
 
 @dataclass(frozen=True)
@@ -78,7 +110,9 @@ def render_receivers(context: RoleContext) -> ReceiverText:
         "}",
     ]
     last = [
-        # A piece without edges in the middle of a receiver adds nothing to it, but its scratch is read.
+        # A piece without edges in the middle of a receiver adds nothing to it, but its scratch is read. The last edge may
+        # have written a row too, just now.
+        *(["__syncwarp();"] if context.transit_size else []),
         "if (row >= 0 || continued) flush();",
         # Rows before the first receiver and after the last are shared out, for they may be many: padding.
         "const int rows = static_cast<int>(args.sizes[2]);",
@@ -111,15 +145,13 @@ def write_x_gradients(context: RoleContext, stage: Stage) -> list[str]:
             for i in range(block):
                 to = f"{place} + {layout.shared_offset(block, i)}"
                 lines.append(f"Shared::store({to}, {32 * block}, left, gx{output}_i{i});")
-            count = str(layout.slice * block)
-            if not layout.full:
-                count = f"(left + lane < {layout.slice} ? left + lane : {layout.slice}) * {block}"
-            coupling = problem.coupling
-            width = 4 if all(v % 4 == 0 for v in (coupling.dim_in1, layout.paths[0].in1_offset, layout.mul)) else 1
-            width = min(width, 16 // problem.number.itemsize)
+            width = x_copy_bytes(problem.coupling, layout.paths[0], problem.number.itemsize) // problem.number.itemsize
             start = f"gx{output} + {layout.paths[0].in1_offset} + {layout.slice * block} * chunk"
             exclusive = "true" if context.exclusive else "false"
-            lines += ["__syncwarp();", f"move_run<{exclusive}, {width}>({start}, {place}, {count}, lane);"]
+            lines += [
+                "__syncwarp();",
+                f"move_run<{exclusive}, {width}>({start}, {place}, {_run(layout, block)}, lane);",
+            ]
             continue
         for i in range(block):
             to = f"gx{output} + {layout.offset(layout.paths[0].in1_offset, block, i)}"

@@ -47,16 +47,19 @@ def group_components(count: int) -> list[int]:
     return groups
 
 
-def sum_elements(coupling: Coupling, terms: TermSet, role: "Role") -> int:
-    """Room for one warp to sum a y gradient over its lanes: see `sum_lanes` of the prelude."""
-    if all(out.slot != "y" for out in terms.outputs):
-        return 0
-    groups = [
-        size
-        for size in group_components(len(y_components(tuple(coupling.paths[p] for p in role.paths))))
-        if size in LANE_SUMS
-    ]
-    return 32 * (max(groups) + 5) if groups else 0
+def transit_elements(coupling: Coupling, terms: TermSet, role: "Role") -> int:
+    """Room through which values of one warp pass from lanes to their order in memory.
+
+    To sum a y gradient over the lanes (`sum_lanes` of the prelude), and in layout mul_ir to write a slice of a z block
+    in one run.
+    """
+    paths, open_slots = tuple(coupling.paths[p] for p in role.paths), {out.slot for out in terms.outputs}
+    rooms = [0]
+    if "y" in open_slots:
+        rooms += [32 * (size + 5) for size in group_components(len(y_components(paths))) if size in LANE_SUMS]
+    if "z" in open_slots and coupling.layout == "mul_ir":
+        rooms.append(32 * role.channels * max(2 * path.l3 + 1 for path in paths))
+    return max(rooms)
 
 
 def stage_elements(coupling: Coupling, terms: TermSet, role: "Role") -> int:
@@ -90,6 +93,11 @@ def copy_bytes(row: int, offsets: tuple[int, ...], mul: int, itemsize: int) -> i
     return max(width, 4)
 
 
+def z_copy_bytes(coupling: Coupling, path: Path, itemsize: int) -> int:
+    """Width in which runs of a z block are written."""
+    return copy_bytes(coupling.dim_out, (path.out_offset,), path.mul1, itemsize)
+
+
 def w_copy_bytes(coupling: Coupling, paths: tuple[Path, ...], itemsize: int) -> int:
     """Width of the copies of w columns."""
     offsets = tuple(path.weight_offset or 0 for path in paths)
@@ -108,8 +116,8 @@ class SharedPlan:
     Attributes:
         tables: M of the first team; those of its other teams follow.
         table_sizes: elements of the M of one team, of the role that needs most.
-        sums: where the first warp sums y gradients over its lanes; the places of its other warps follow.
-        sum_sizes: elements of one such place.
+        transits: where values of the first warp pass from lanes to memory; the places of its other warps follow.
+        transit_sizes: elements of one such place.
         rings: the stages of the first warp; those of its other warps follow.
         ring_sizes: elements of one ring.
         total: all of it.
@@ -117,8 +125,8 @@ class SharedPlan:
 
     tables: tuple[int, ...]
     table_sizes: tuple[int, ...]
-    sums: tuple[int, ...]
-    sum_sizes: tuple[int, ...]
+    transits: tuple[int, ...]
+    transit_sizes: tuple[int, ...]
     rings: tuple[int, ...]
     ring_sizes: tuple[int, ...]
     total: int
@@ -128,19 +136,19 @@ def plan_shared(coupling: Coupling, terms: TermSet, launch: "Launch") -> SharedP
     """Lay out the shared memory of a launch."""
     groups = launch.groups
     table_sizes = tuple(max(table_elements(coupling, terms, r, launch.batch) for r in g.roles) for g in groups)
-    sum_sizes = tuple(max(sum_elements(coupling, terms, r) for r in g.roles) for g in groups)
+    transit_sizes = tuple(max(transit_elements(coupling, terms, r) for r in g.roles) for g in groups)
     ring_sizes = tuple(launch.stages * max(stage_elements(coupling, terms, r) for r in g.roles) for g in groups)
     at = 0
     tables: list[int] = []
     for group, size in zip(groups, table_sizes, strict=True):
         tables.append(at)
         at += group.teams * size
-    sums: list[int] = []
-    for group, size in zip(groups, sum_sizes, strict=True):
-        sums.append(at)
+    transits: list[int] = []
+    for group, size in zip(groups, transit_sizes, strict=True):
+        transits.append(at)
         at += group.teams * group.chunks * size
     rings: list[int] = []
     for group, size in zip(groups, ring_sizes, strict=True):
         rings.append(at)
         at += group.teams * group.chunks * size
-    return SharedPlan(tuple(tables), table_sizes, tuple(sums), sum_sizes, tuple(rings), ring_sizes, at)
+    return SharedPlan(tuple(tables), table_sizes, tuple(transits), transit_sizes, tuple(rings), ring_sizes, at)

@@ -35,7 +35,8 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
   const int u = 64 * chunk + lane;
   const int left = 40 - u;
   (void)left;
-  T* const table = reinterpret_cast<T*>(shared_memory) + 0 + team * 128;
+  T* const table = reinterpret_cast<T*>(shared_memory) + 0 + team * 64;
+  T* const transit = reinterpret_cast<T*>(shared_memory) + 960 + team * 64;
   const int component0 = lane == 0 ? 0 : lane == 8 ? 1 : lane == 16 ? 2 : -1;
   int next_edge;
   {
@@ -70,17 +71,17 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
     const int position = first + 2 + lane < last ? first + 2 + lane : last - 1;
     later_edge = position;
   }
-  for (int base = first; base < last; base += 16) {
-    const int count = last - base < 16 ? last - base : 16;
+  for (int base = first; base < last; base += 8) {
+    const int count = last - base < 8 ? last - base : 8;
     const int my_edge = next_edge;
     (void)my_edge;
     {
-      const int position = base + 16 + lane < last ? base + 16 + lane : last - 1;
+      const int position = base + 8 + lane < last ? base + 8 + lane : last - 1;
       next_edge = position;
     }
     ahead_edge = later_edge;
     {
-      const int position = base + 18 + lane < last ? base + 18 + lane : last - 1;
+      const int position = base + 10 + lane < last ? base + 10 + lane : last - 1;
       later_edge = position;
     }
     __syncwarp();  // the team is done with M of the last batch
@@ -89,7 +90,7 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
       T* const row1 = table + 0 + lane * 4;
         store_quad(row1 + 0, 0.577350259f * __ldg(y1 + 0), 0.577350259f * __ldg(y1 + 1), 0.577350259f * __ldg(y1 + 2), T(0));
       const T* const y5 = static_cast<const T*>(args.buffers[5]) + my_edge * 3ll;
-      T* const row5 = table + 64 + lane * 4;
+      T* const row5 = table + 32 + lane * 4;
         store_quad(row5 + 0, 0.577350259f * __ldg(y5 + 0), 0.577350259f * __ldg(y5 + 1), 0.577350259f * __ldg(y5 + 2), T(0));
     }
 #pragma unroll 1
@@ -124,7 +125,7 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
       const V x4_i2 = Shared::load(stage + 320 + 2 + lane * 3, 96, left);
       const T* const m1 = table + 0 + b * 4;
       (void)m1;
-      const T* const m5 = table + 64 + b * 4;
+      const T* const m5 = table + 32 + b * 4;
       (void)m5;
       V gx0_i0 = zeros<T, 2>();
       V gx0_i1 = zeros<T, 2>();
@@ -201,7 +202,10 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
       __syncwarp();
       move_run<true, 4>(gx0 + 0 + 192 * chunk, stage + 128, (left + lane < 64 ? left + lane : 64) * 3, lane);
       T* const to3 = static_cast<T*>(args.buffers[10]) + row * 40ll;
-      Global::store(to3 + 0 + u * 1, 32, left, acc3_p0_k0);
+      Shared::store(transit + 0 + lane * 1, 32, left, acc3_p0_k0);
+      __syncwarp();
+      move_run<true, 4>(to3 + 0 + 64 * chunk, transit, (left + lane < 64 ? left + lane : 64) * 1, lane);
+      __syncwarp();  // sums of y gradients take the same way
       {
         T v[4] = {gy1_j0, gy1_j1, gy1_j2, T(0)};
         const T total = transpose_sum<4, 16>(v, lane);

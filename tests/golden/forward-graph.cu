@@ -43,15 +43,18 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
   const int left = 40 - u;
   (void)left;
   T* const table = reinterpret_cast<T*>(shared_memory) + 0 + team * 128;
+  T* const transit = reinterpret_cast<T*>(shared_memory) + 2048 + team * 64;
   V acc0_p0_k0 = zeros<T, 2>();
   int row = -1;
   const auto flush = [&]() {
     T* const to0 = continued ? static_cast<T*>(args.buffers[7]) + (0 * args.sizes[3] + piece) * 40ll : static_cast<T*>(args.buffers[6]) + row * 40ll;
-    Global::store(to0 + 0 + u * 1, 32, left, acc0_p0_k0);
+    Shared::store(transit + 0 + lane * 1, 32, left, acc0_p0_k0);
+    __syncwarp();
+    move_run<true, 4>(to0 + 0 + 64 * chunk, transit, (left + lane < 64 ? left + lane : 64) * 1, lane);
   };
   const auto clear = [&](int n) {
     T* const to0 = static_cast<T*>(args.buffers[6]) + n * 40ll;
-    Global::store(to0 + 0 + u * 1, 32, left, zeros<T, 2>());
+    zero_run<4>(to0 + 0 + 64 * chunk, (left + lane < 64 ? left + lane : 64) * 1, lane);
   };
   if (first < last) {
   int next_edge, next_sender, next_receiver;
@@ -74,7 +77,7 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
   const int room = 40 - 64 * chunk;  // channels from this slice's first on
   const T* const w2_from0 = static_cast<const T*>(args.buffers[5]) + 64 * chunk + 4 * lane;
   const T* const x0_from1 = static_cast<const T*>(args.buffers[3]) + 192 * chunk + 4 * lane;
-  T* const ring = reinterpret_cast<T*>(shared_memory) + 2048 + team * 1280;
+  T* const ring = reinterpret_cast<T*>(shared_memory) + 3072 + team * 1280;
   const SharedAddress ring_address = shared_address(ring);
   int at = 0, free = 1024;
 #pragma unroll 1
@@ -172,6 +175,7 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
     }
   }
   }
+  __syncwarp();
   if (row >= 0 || continued) flush();
   const int rows = static_cast<int>(args.sizes[2]);
   const int before = edges > 0 ? receivers[order[0]] : rows;
@@ -207,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(256) jaxcg_1_fix_up(const Args args
     T* const z = static_cast<T*>(args.buffers[6]) + row * 40ll;
     const T* const rows = static_cast<const T*>(args.buffers[7]) + (0 * args.sizes[3] + first) * 40ll;
     if (role == 0) {
-      add_rows<4, 40>(z + 0, rows + 0, last - first, 40, piece - first);
+      add_rows<4, 40, false>(z + 0, rows + 0, last - first, 40, piece - first);
     }
   }
 }

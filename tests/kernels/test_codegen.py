@@ -101,9 +101,9 @@ def test_every_program_of_the_table_is_legal_and_every_operation_is_used() -> No
     for case in CASES:
         coupling = make_call(case).coupling
         for terms in (term_sets(case.weighted) | other_term_sets(case.weighted)).values():
-            for one in choose(coupling, terms, 8, DeviceLimits()).launches:
+            for one in choose(coupling, terms, 8, DeviceLimits(), case.compensated).launches:
                 for role in one.roles:
-                    lowered = lower_role(coupling, terms, role)
+                    lowered = lower_role(coupling, terms, role, case.compensated)
                     verify(lowered.program, entries=len(lowered.entries))
                     used |= {op.code for op in lowered.program.ops()}
     assert used == set(SIGNATURES), f"never used: {set(SIGNATURES) - used}"

@@ -15,11 +15,10 @@ from jaxcg.codegen import KernelSource
 from jaxcg.runtime import launch, nvrtc
 from jaxcg.schedule import DeviceLimits
 from tests._ahead import Ahead, parameters
-from tests._cases import ODD, ORDERS, PRODUCTS, make_call, term_sets
+from tests._cases import LONG, ODD, ORDERS, PRODUCTS, make_call, term_sets
 
 TARGETS = nvrtc.EXPORT_TARGETS
 CASES = {case.name: case for case in PRODUCTS}
-LONG = ("nequip-benzene", "sevennet-l3i5", "nequip-toluene")
 # On the other architectures: ragged, with vector accesses, and many paths.
 EVERYWHERE = ("nequix-main", "sevennet-0-main", "nequip-water")
 # Of all kernels of a call together, whatever the compiler's version.

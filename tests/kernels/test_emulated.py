@@ -1,6 +1,7 @@
 """Generated kernels on the CPU, through the primitive, against the XLA path in float64: element by element.
 
-Every case, order and dtype; single gradients, forward mode and third order on a few. Results start as not a number,
+Every case, order and dtype (float64 of the three largest products with ``--slow``: their texts take g++ a minute);
+single gradients, forward mode and third order on a few. Results start as not a number,
 so an element that no kernel writes shows. Threads and blocks run in several orders, with ranges of edges that cut
 receivers in different places.
 """
@@ -19,7 +20,7 @@ from jaxcg.runtime import launch
 from jaxcg.schedule import SHARE, choose, is_packed
 from tests import emulator
 from tests._ahead import Ahead, parameters
-from tests._cases import CASES, ORDERS, PRODUCTS, make_call, other_term_sets, term_sets
+from tests._cases import CASES, LONG, ORDERS, PRODUCTS, make_call, other_term_sets, term_sets
 from tests.kernels._check import LIMITS, check, image, source_of
 
 # In layout mul_ir two chunks of channels, the second with a tail. In layout ir_mul whole chunks of 64 channels, which
@@ -49,9 +50,13 @@ def kernels() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", SMALL)
+def every_key() -> Iterator[object]:
+    for name, order, dtype in product(SMALL, ORDERS, DTYPES):
+        slow = name in LONG and dtype == "float64"
+        yield pytest.param(name, order, dtype, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize("name, order, dtype", every_key())
 def test_case(name: str, order: str, dtype: str, built: Ahead, kernels: None) -> None:
     built((name, order, dtype))
     check(SMALL[name], order, dtype)

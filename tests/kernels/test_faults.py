@@ -50,12 +50,12 @@ def kernels_by(make: Make, compile_source: Callable[[str], bytes]) -> Iterator[N
             yield
 
 
-def fault_found(case: Case, order: str, make: Make, sanitizer: Sanitizer | None = None) -> str:
-    """What the comparison, or a sanitizer, says about spoiled kernels; empty if it finds nothing."""
+def fault_found(case: Case, order: str, make: Make, sanitizer: Sanitizer | None = None, blocks: int = 3) -> str:
+    """What the comparison, or a sanitizer with a number of blocks, says about spoiled kernels; empty if nothing."""
     compile_source = image if sanitizer is None else emulator.sanitized_image(sanitizer)
     with kernels_by(make, compile_source):
         try:
-            check(case, order, "float32", () if sanitizer is None else [("forward", 3)])
+            check(case, order, "float32", () if sanitizer is None else [("forward", blocks)])
         except (AssertionError, jax.errors.JaxRuntimeError) as error:
             return str(error) or "wrong"
     return ""
@@ -68,7 +68,8 @@ def test_nothing_is_found_in_whole_kernels(case: Case, order: str) -> None:
 
 
 TEXT_FAULTS = {
-    "stored-past-the-tail": (GRAPH, "forward", r"\(FULL \|\| 32 \* t < left\) p\[", "(FULL || 32 * t <= left) p["),
+    "stored-past-the-tail": (replace(GRAPH, layout="ir_mul"), "forward", r"\(FULL \|\| 32 \* t < left\) p\[", "(FULL || 32 * t <= left) p["),
+    "moved-past-the-tail": (GRAPH, "forward", r"(left \+ lane < \d+ \? )(?=left)", r"\1 1 + "),
     "copied-past-the-tail": (GRAPH, "backward", r" < room\b", " < 1 + room"),
     "added-past-the-tail": (
         replace(GRAPH, layout="ir_mul"), "backward", r"if \((\d+) < left\) add", r"if (\1 <= left) add",
@@ -142,7 +143,8 @@ SYNCHRONISATION = re.compile(r"^ *(\w+_barrier\([^)]*\);|__syncwarp\(\);|queue\.
 @pytest.mark.parametrize("layout", ["mul_ir", "ir_mul"])
 def test_every_barrier_and_wait_is_needed(layout: str, order: str) -> None:
     """Each is dropped in turn: the comparison or, at the latest, ThreadSanitizer must notice."""
-    case = replace(ONE_ROLE, layout=layout, edges=700)  # two batches for each piece
+    # Two batches for each piece of a single block. At the last edge one row ends and another begins.
+    case = replace(ONE_ROLE, layout=layout, edges=240, graph="single")
     text = source_of(case, order, "float32").text
     places = [match.span(1) for match in SYNCHRONISATION.finditer(text, text.index("struct Args"))]
     dropped = {text[start:end] for start, end in places}
@@ -158,7 +160,7 @@ def test_every_barrier_and_wait_is_needed(layout: str, order: str) -> None:
                 raise NothingSpoiledError("this is the text of another call")
             return replace(source, text=text[: span[0]] + text[span[1] :])
 
-        found = fault_found(case, order, spoiled) or fault_found(case, order, spoiled, "thread")
+        found = fault_found(case, order, spoiled) or fault_found(case, order, spoiled, "thread", blocks=1)
         assert found, f"nobody misses `{line}` at line {text.count(chr(10), 0, start) + 1}"
 
 
@@ -166,8 +168,9 @@ def spoil_program(edit: Callable[[Op], Op | None], code: str) -> Make:
     """Kernels in which the middle operation with this code, of all roles, is edited (None: left out)."""
 
     def make(call: Call, terms: TermSet, itemsize: int, limits: DeviceLimits) -> KernelSource:
-        schedule = choose(call.coupling, terms, itemsize, limits)
-        programs = [lower_role(call.coupling, terms, role).program for one in schedule.launches for role in one.roles]
+        schedule = choose(call.coupling, terms, itemsize, limits, call.compensated)
+        roles = [role for one in schedule.launches for role in one.roles]
+        programs = [lower_role(call.coupling, terms, role, call.compensated).program for role in roles]
         found = [op for program in programs for op in program.ops() if op.code == code]
         if not found:
             raise NothingSpoiledError(f"no operation {code}")
@@ -207,8 +210,9 @@ REMOVABLE = [code for code, signature in SIGNATURES.items() if signature.accumul
 
 @pytest.mark.parametrize("code", REMOVABLE)
 def test_missing_operations(code: str) -> None:
-    case = UNWEIGHTED if code == "add" else GRAPH
-    assert fault_found(case, "double_backward", spoil_program(lambda op: None, code))
+    case = {"add": UNWEIGHTED, "add_compensated": replace(GRAPH, compensated=True)}.get(code, GRAPH)
+    order = "forward" if case.compensated else "double_backward"
+    assert fault_found(case, order, spoil_program(lambda op: None, code))
 
 
 @pytest.mark.parametrize("code", ["scale", "fma_scalar", "axpy"])

@@ -22,6 +22,8 @@ CASES = {
     "tails-ir_mul": replace(TAILS, layout="ir_mul"),
     "rows": replace(TAILS, indexed=False, edges=9),
     "vector-access": Case("packed", "64x0e+128x1o", "0e+1o", "0e", layout="ir_mul", graph="sorted", nodes=9, edges=70),
+    # Teams of several warps, over several batches, with a role that follows another.
+    "teams": Case("teams", "70x0e+70x1o", "0e+1o", "0e+1o", nodes=19, edges=240),
     "one-receiver": Case("star", "3x0e+2x1o", "0e+1o", "0e+1o", graph="star", nodes=9, edges=70),
 }
 
@@ -31,7 +33,9 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_found(name: str, order: str, sanitizer: Sanitizer) -> None:
     with emulator.emulated(emulator.sanitized_image(sanitizer)):
-        check(CASES[name], order, "float32", [("forward", 3), ("shuffled", 100)])
+        check(
+            CASES[name], order, "float32", [("forward", 1)] if name == "teams" else [("forward", 3), ("shuffled", 100)]
+        )
 
 
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])

@@ -205,6 +205,12 @@ __device__ __forceinline__ void move_run(T* global, const T* shared, int count, 
   }
 }
 
+// Zeros to a run of `count` elements of global memory, whole warp.
+template <int W, class T>
+__device__ __forceinline__ void zero_run(T* global, int count, int lane) {
+  for (int k = W * lane; k < count; k += 32 * W) *reinterpret_cast<Pack<T, W>*>(global + k) = Pack<T, W>{};
+}
+
 // Asynchronous copies from global to shared memory, in groups: `wait<N>` returns when all but the last N groups of
 // this thread are there; another thread's copies are there after its wait and a barrier. On the host a copy happens
 // when it is waited for, so that a missing wait shows.
