@@ -31,9 +31,9 @@ class Case:
         irreps_in1, irreps_in2, keep: the channelwise product; `keep` filters the output irreps, None keeps all.
         nodes, edges: size of the random graph.
         layout: layout of x and z.
-        graph: how edges are drawn: "random" (unsorted, repeated, self and absent edges), "sorted", "single" (sorted, one
-            edge for the last receiver), "star" (one receiver), "isolated" (most nodes without edges), "absent" (no edge
-            is inside).
+        graph: how edges are drawn: "random" (unsorted, repeated, self and absent edges), "sorted", "single" (sorted,
+            one edge for the last receiver), "star" (one receiver), "isolated" (most nodes without edges), "absent" (no
+            edge is inside).
         weighted: whether paths have weights.
         indexed: False: the plain product, `edges` rows.
         compensated: whether sums over edges are.

@@ -110,9 +110,9 @@ def render_receivers(context: RoleContext) -> ReceiverText:
         "}",
     ]
     last = [
-        # A piece without edges in the middle of a receiver adds nothing to it, but its scratch is read. The last edge may
-        # have written a row too, just now.
+        # The last edge may have written a row just now.
         *(["__syncwarp();"] if context.transit_size else []),
+        # A piece without edges in the middle of a receiver adds nothing to it, but its scratch is read.
         "if (row >= 0 || continued) flush();",
         # Rows before the first receiver and after the last are shared out, for they may be many: padding.
         "const int rows = static_cast<int>(args.sizes[2]);",

@@ -68,7 +68,9 @@ def test_nothing_is_found_in_whole_kernels(case: Case, order: str) -> None:
 
 
 TEXT_FAULTS = {
-    "stored-past-the-tail": (replace(GRAPH, layout="ir_mul"), "forward", r"\(FULL \|\| 32 \* t < left\) p\[", "(FULL || 32 * t <= left) p["),
+    "stored-past-the-tail": (
+        replace(GRAPH, layout="ir_mul"), "forward", r"\(FULL \|\| 32 \* t < left\) p\[", "(FULL || 32 * t <= left) p[",
+    ),
     "moved-past-the-tail": (GRAPH, "forward", r"(left \+ lane < \d+ \? )(?=left)", r"\1 1 + "),
     "copied-past-the-tail": (GRAPH, "backward", r" < room\b", " < 1 + room"),
     "added-past-the-tail": (
