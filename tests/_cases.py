@@ -109,8 +109,9 @@ ODD = (
     Case("docking-40x0o", "10x1o+40x0o", "0e+1o+2e", None),
     Case("unused-x-block", "7x0e+9x1o", "1o", "1o"),
     Case("mul-130", "130x0e+96x1o", "0e+1o", "0e+1o", layout="ir_mul"),
-    Case("star", "20x0e+20x1o", *_SMALL, graph="star"),
-    Case("compensated", "33x0e+5x1o", *_SMALL, graph="star", compensated=True),
+    # A receiver in more pieces than one thread adds up (with 16 edges a piece).
+    Case("star", "20x0e+20x1o", *_SMALL, edges=900, graph="star"),
+    Case("compensated", "33x0e+5x1o", *_SMALL, edges=900, graph="star", compensated=True),
     Case("isolated", "20x0e+20x1o", *_SMALL, nodes=300, edges=40, graph="isolated", layout="ir_mul"),
     Case("all-absent", "4x0e+4x1o", *_SMALL, graph="absent"),
     Case("one-edge", "33x0e+3x1o", *_SMALL, nodes=3, edges=1),
@@ -120,6 +121,7 @@ ODD = (
     Case("mul-1100", "1100x0e+3x1o", "0e+1o", "0e", nodes=5, edges=40),
     Case("twenty-blocks", "+".join(["3x0e", "2x0o"] * 10), "0e", None),
     Case("vector-access", "128x0e+256x1o", "0e+1o", "0e+1o", layout="ir_mul"),
+    Case("vector-access-mul_ir", "128x0e+64x1o", "0e+1o", "0e+1o"),
     Case("plain-product", "33x0e+5x1o", *_SMALL, indexed=False),
     Case("plain-product-unweighted", "8x0e+40x1o+2x2e", *_SMALL, indexed=False, weighted=False, layout="ir_mul"),
 )

@@ -9,7 +9,7 @@ from typing import Literal
 from jaxcg._coupling import Coupling
 from jaxcg._terms import TermSet
 from jaxcg.codegen.context import PIECE_EDGES
-from jaxcg.codegen.kernel import render_fix_up, render_kernel
+from jaxcg.codegen.kernel import FIX_UP_THREADS, render_fix_up, render_kernel
 from jaxcg.codegen.lower import LoweredRole, lower_role
 from jaxcg.codegen.problem import Problem
 from jaxcg.codegen.render import Number
@@ -128,7 +128,7 @@ def generate(
     if problem.has_scratch:
         name = f"jaxcg_{len(launches)}_fix_up"
         body += [*render_fix_up(problem, schedule, columns, name), ""]
-        launches.append(KernelLaunch(name, 256, 0, "pieces"))
+        launches.append(KernelLaunch(name, FIX_UP_THREADS, 16 * FIX_UP_THREADS, "pieces"))
     if problem.has_shares:
         name = f"jaxcg_{len(launches)}_sum_y"
         body += render_share_sum(problem, held, name)

@@ -18,6 +18,9 @@ from jaxcg.codegen.role import render_role
 from jaxcg.schedule import Schedule, plan_shared
 from jaxcg.schedule.shared import ring_stages, stage_elements
 
+# A block of the fix-up. Each thread has 16 bytes of shared memory.
+FIX_UP_THREADS = 256
+
 
 def render_kernel(
     problem: Problem, schedule: Schedule, number: int, roles: tuple[LoweredRole, ...], name: str
@@ -104,7 +107,8 @@ def render_fix_up(problem: Problem, schedule: Schedule, columns: list[list[tuple
     width, stride = problem.coupling.dim_out, schedule.max_pieces + 1
     pieces = [schedule.max_blocks * role.pieces for launch in schedule.launches for role in launch.roles]
     lines = [
-        f'extern "C" __global__ void __launch_bounds__(256) {name}(const Args args) {{',
+        f'extern "C" __global__ void __launch_bounds__({FIX_UP_THREADS}) {name}(const Args args) {{',
+        "  extern __shared__ __align__(16) unsigned char room[];",
         "  release_next_launch();",
         "  int piece = blockIdx.x, role = 0;",
         "  const int most = static_cast<int>(args.sizes[3]);",
@@ -119,9 +123,8 @@ def render_fix_up(problem: Problem, schedule: Schedule, columns: list[list[tuple
         "  await_last_launch();",
         "  const int count = marks[-1], row = marks[piece];",
         "  if (piece >= count || row < 0) return;",
-        "  int first = piece, last = piece + 1;",
-        "  while (first > 0 && marks[first - 1] == row) --first;",
-        "  while (last < count && marks[last] == row) ++last;",
+        "  const int lane = threadIdx.x % 32;",
+        "  const int first = run_start(marks, piece, row, lane), last = run_end(marks, piece + 1, count, row, lane);",
     ]
     for order, output in enumerate(problem.outputs("z")):
         lines += [
@@ -134,7 +137,7 @@ def render_fix_up(problem: Problem, schedule: Schedule, columns: list[list[tuple
             lines.append(f"    if (role == {number}) {{")
             for start, length in ranges:
                 unit = gcd(16 // problem.number.itemsize, start, length, width)
-                where = f"z + {start}, rows + {start}, last - first, {length}, piece - first"
+                where = f"z + {start}, rows + {start}, last - first, {length}, piece - first, room"
                 flag = "true" if schedule.compensated else "false"
                 lines.append(f"      add_rows<{unit}, {width}, {flag}>({where});")
             lines.append("    }")

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from jaxcg._coupling import Coupling, Path
 from jaxcg._terms import TermSet
@@ -141,22 +142,32 @@ class RoleLayout:
         lane = f"{self.channels} * lane" if self.packed else "lane"
         return f"{self.slice} * chunk + {lane}"
 
-    def offset(self, start: int, components: int, component: int) -> str:
-        """Element of component `component` of channel u in a global row, for a block that begins at `start`."""
-        if self.problem.coupling.layout == "ir_mul":
-            return f"{start + component * self.mul} + u"
-        return f"{start + component} + u * {components}"
+    def move(
+        self, verb: Literal["load", "store"], space: Literal["Global", "Shared"], base: str, names: list[str]
+    ) -> list[str]:
+        """Text that moves all components of a block between lane values and memory.
 
-    def step(self, components: int) -> int:
-        """Elements between a lane's channels, strided."""
-        return 32 if self.problem.coupling.layout == "ir_mul" else 32 * components
-
-    def shared_offset(self, components: int, component: int) -> str:
-        """Element of component `component` of the lane's first channel in a slice of a block in shared memory."""
+        Args:
+            verb: which way.
+            space: a row in global memory, or this warp's slice of the block in shared memory.
+            base: pointer to the block, or to the slice.
+            names: values of the components.
+        """
+        components, packed = len(names), self.packed
+        if packed and self.problem.coupling.layout == "mul_ir":
+            lane = f"u * {components}" if space == "Global" else f"{self.channels * components} * lane"
+            return [f"{verb}_block({base} + {lane}, {', '.join(names)});"]
+        lane = "u" if space == "Global" else f"{self.channels} * lane" if packed else "lane"
         if self.problem.coupling.layout == "ir_mul":
-            lane = f"{self.channels} * lane" if self.packed else "lane"
-            return f"{component * self.slice} + {lane}"
-        return f"{component} + lane * {components}"
+            distance = self.mul if space == "Global" else self.slice
+            places, step = [f"{k * distance} + {lane}" for k in range(components)], 32
+        else:
+            places, step = [f"{k} + {lane} * {components}" for k in range(components)], 32 * components
+        if verb == "load":
+            moves = zip(names, places, strict=True)
+            return [f"{name} = {space}::load({base} + {place}, {step}, left);" for name, place in moves]
+        moves = zip(places, names, strict=True)
+        return [f"{space}::store({base} + {place}, {step}, left, {name});" for place, name in moves]
 
 
 def _bool(value: bool) -> str:

@@ -275,11 +275,8 @@ def _render_edge(context: RoleContext, stage: Stage, fetch: Fetch, rows: Receive
         edge.append(f"const int w_lane = {f'{channels} * lane' if layout.packed else 'lane'};")
     block = 2 * layout.paths[0].l1 + 1
     for n, place in stage.x.items():
-        step = 32 if coupling.layout == "ir_mul" else 32 * block
-        edge += [
-            f"const V x{n}_i{i} = Shared::load(stage + {place} + {layout.shared_offset(block, i)}, {step}, left);"
-            for i in range(block)
-        ]
+        names = [f"x{n}_i{i}" for i in range(block)]
+        edge += [f"V {', '.join(names)};", *layout.move("load", "Shared", f"stage + {place}", names)]
     stride = table_stride(coupling, lowered.role)
     for order, n in enumerate(problem.operands("y")):
         edge += [f"const T* const m{n} = table + {order * launch.batch * stride} + b * {stride};", f"(void)m{n};"]

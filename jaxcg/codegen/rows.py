@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from jaxcg._coupling import Path
 from jaxcg.codegen.context import RoleContext
 from jaxcg.codegen.ir import Value
 from jaxcg.codegen.problem import RoleLayout, indent
@@ -11,14 +12,10 @@ from jaxcg.schedule.shared import x_copy_bytes, z_copy_bytes
 ZTable = tuple[tuple[int, int, Value], ...]
 
 
-def _z_moves(layout: RoleLayout, table: ZTable) -> list[tuple[str, int, str]]:
-    """(offset, step, value name) for each component of a z row of this role."""
-    moves: list[tuple[str, int, str]] = []
-    for n, k, value in table:
-        path = layout.paths[n]
-        components = 2 * path.l3 + 1
-        moves.append((layout.offset(path.out_offset, components, k), layout.step(components), value.name))
-    return moves
+def _z_blocks(layout: RoleLayout, table: ZTable) -> list[tuple[Path, list[str]]]:
+    """For each path of the role, the values of all components of its block of z."""
+    names = {(n, k): value.name for n, k, value in table}
+    return [(path, [names[n, k] for k in range(2 * path.l3 + 1)]) for n, path in enumerate(layout.paths)]
 
 
 def _run(layout: RoleLayout, components: int) -> str:
@@ -37,13 +34,12 @@ def write_z(layout: RoleLayout, target: str, table: ZTable, zero: bool = False) 
     coupling, itemsize = layout.problem.coupling, layout.problem.number.itemsize
     if coupling.layout == "ir_mul":
         nothing = f"zeros<T, {layout.channels}>()"
-        return [
-            f"Global::store({target} + {offset}, {step}, left, {nothing if zero else name});"
-            for offset, step, name in _z_moves(layout, table)
-        ]
+        blocks = [(path, [nothing] * len(names) if zero else names) for path, names in _z_blocks(layout, table)]
+        moves = [layout.move("store", "Global", f"{target} + {path.out_offset}", names) for path, names in blocks]
+        return [line for move in moves for line in move]
     lines: list[str] = []
-    for n, path in enumerate(layout.paths):
-        components = 2 * path.l3 + 1
+    for path, names in _z_blocks(layout, table):
+        components = len(names)
         width = z_copy_bytes(coupling, path, itemsize) // itemsize
         start = f"{target} + {path.out_offset} + {layout.slice * components} * chunk"
         if zero:
@@ -51,10 +47,7 @@ def write_z(layout: RoleLayout, target: str, table: ZTable, zero: bool = False) 
             continue
         if lines:
             lines.append("__syncwarp();  // all lanes are done with the path before")
-        for path_number, k, value in table:
-            if path_number == n:
-                place = f"transit + {layout.shared_offset(components, k)}"
-                lines.append(f"Shared::store({place}, {32 * components}, left, {value.name});")
+        lines += layout.move("store", "Shared", "transit", names)
         lines += ["__syncwarp();", f"move_run<true, {width}>({start}, transit, {_run(layout, components)}, lane);"]
     if layout.problem.outputs("y") and not zero:
         lines.append("__syncwarp();  // sums of y gradients take the same way")
@@ -84,10 +77,8 @@ def render_receivers(context: RoleContext) -> ReceiverText:
     load: list[str] = []
     for operand, table in context.lowered.z_operands:
         load.append(f"const T* const from{operand} = {problem.operand(operand)} + row * {dim}ll;")
-        load += [
-            f"{name} = Global::load(from{operand} + {offset}, {step}, left);"
-            for offset, step, name in _z_moves(layout, table)
-        ]
+        for path, names in _z_blocks(layout, table):
+            load += layout.move("load", "Global", f"from{operand} + {path.out_offset}", names)
     change = ["if (changes & 1u) {", "  const int receiver = __shfl_sync(0xffffffffu, my_receiver, b);"]
     if not context.lowered.z_outputs or not problem.indexed:
         return ReceiverText([], [*change, "  row = receiver;", *indent(load), "}"], [], load)
@@ -137,31 +128,29 @@ def write_x_gradients(context: RoleContext, stage: Stage) -> list[str]:
     for order, output in enumerate(problem.outputs("x")):
         row = f"{problem.output(output)} + sender * {problem.coupling.dim_in1}ll"
         lines.append(f"T* const gx{output} = {row};")
+        names = [f"gx{output}_i{i}" for i in range(block)]
+        offset = layout.paths[0].in1_offset
         if problem.coupling.layout == "mul_ir":
             # Through shared memory, where the slice is one run: lanes hold channels, memory wants components.
             if order:
                 lines.append("__syncwarp();")
             place = f"stage + {stage.gradient}"
-            for i in range(block):
-                to = f"{place} + {layout.shared_offset(block, i)}"
-                lines.append(f"Shared::store({to}, {32 * block}, left, gx{output}_i{i});")
+            lines += layout.move("store", "Shared", place, names)
             width = x_copy_bytes(problem.coupling, layout.paths[0], problem.number.itemsize) // problem.number.itemsize
-            start = f"gx{output} + {layout.paths[0].in1_offset} + {layout.slice * block} * chunk"
+            start = f"gx{output} + {offset} + {layout.slice * block} * chunk"
             exclusive = "true" if context.exclusive else "false"
-            lines += [
-                "__syncwarp();",
-                f"move_run<{exclusive}, {width}>({start}, {place}, {_run(layout, block)}, lane);",
-            ]
+            where = f"{start}, {place}, {_run(layout, block)}, lane"
+            lines += ["__syncwarp();", f"move_run<{exclusive}, {width}>({where});"]
             continue
-        for i in range(block):
-            to = f"gx{output} + {layout.offset(layout.paths[0].in1_offset, block, i)}"
-            value = f"gx{output}_i{i}"
-            if context.exclusive:
-                lines.append(f"Global::store({to}, {layout.step(block)}, left, {value});")
-            elif layout.packed:
-                lines.append(f"add_atomically<{layout.channels}>({to}, {value}.v);")
-            else:
-                for t in range(layout.channels):
-                    test = "" if layout.full else f"if ({32 * t} < left) "
-                    lines.append(f"{test}add_atomically<1>({to} + {32 * t}, {value}.v + {t});")
+        if context.exclusive:
+            lines += layout.move("store", "Global", f"gx{output} + {offset}", names)
+            continue
+        for i, name in enumerate(names):
+            to = f"gx{output} + {offset + i * layout.mul} + u"
+            if layout.packed:
+                lines.append(f"add_atomically<{layout.channels}>({to}, {name}.v);")
+                continue
+            for t in range(layout.channels):
+                test = "" if layout.full else f"if ({32 * t} < left) "
+                lines.append(f"{test}add_atomically<1>({to} + {32 * t}, {name}.v + {t});")
     return lines

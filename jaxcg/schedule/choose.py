@@ -24,7 +24,7 @@ from jaxcg._errors import UnsupportedError
 from jaxcg._terms import TermSet
 from jaxcg.schedule.cost import LAUNCH_CYCLES, RoleCost, count_factors, estimate, launch_time
 from jaxcg.schedule.plan import SHARE, DeviceLimits, Group, Launch, Role, Schedule, resident_warps
-from jaxcg.schedule.shared import plan_shared
+from jaxcg.schedule.shared import Room, total_elements
 
 # Edges of a batch and stages, the best that fits is taken: three stages are the least that overlap well, and a batch of
 # 16 leaves half of the lanes idle while M is made.
@@ -50,6 +50,14 @@ class _Chooser:
         self.roles = cache(self._roles)
         self.split = cache(self._split)
         self.launch = cache(self._launch)
+        self.rooms: dict[tuple[tuple[int, ...], int], Room] = {}
+
+    def room(self, group: Group) -> Room:
+        """Shared memory that the roles of a group need."""
+        for role in group.roles:
+            if (role.paths, role.channels) not in self.rooms:
+                self.rooms[role.paths, role.channels] = Room.of_role(self.coupling, self.terms, role)
+        return Room.largest([self.rooms[role.paths, role.channels] for role in group.roles])
 
     def _split(self, block: int, channels: int, registers: int) -> tuple[Role, ...] | None:
         """Cut the paths of one x block into roles that fit a number of registers (one path is never cut).
@@ -165,11 +173,11 @@ class _Chooser:
             work = sum(role.cost.weight * role.chunks for role in roles)
             busy = work / max(group.load for group in groups)
             time = launch_time([(role.cost, role.chunks) for role in roles], taken, busy)
+            rooms = [(group, self.room(group)) for group in groups]
             for batch, stages in _SHAPES + (_SMALL_SHAPES if count == least else ()):
-                launch = Launch(groups, registers, batch, stages, time)
-                held = plan_shared(self.coupling, self.terms, launch).total * self.itemsize
+                held = total_elements(rooms, batch, stages) * self.itemsize
                 if held <= min(self.limits.shared_bytes, self.limits.shared_total - _RESERVED):
-                    return launch
+                    return Launch(groups, registers, batch, stages, time)
         return None
 
     def together(self, blocks: tuple[int, ...]) -> tuple[Launch, ...] | None:

@@ -1,5 +1,6 @@
 """Shared memory of a block: how much each part takes, and where it lies."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING
@@ -9,18 +10,13 @@ from jaxcg._terms import TermSet
 from jaxcg.schedule.cost import distinct_columns, y_components
 
 if TYPE_CHECKING:
-    from jaxcg.schedule.plan import Launch, Role
+    from jaxcg.schedule.plan import Group, Launch, Role
 
 
 def table_stride(coupling: Coupling, role: "Role") -> int:
     """Elements between the M rows of two edges: whole quads, an odd number, so that lanes hit different banks."""
     quads = sum(-(-len(distinct_columns(coupling.paths[p]).columns) // 4) for p in role.paths)
     return 4 * (quads | 1)
-
-
-def table_elements(coupling: Coupling, terms: TermSet, role: "Role", batch: int) -> int:
-    """M of a batch, for every y operand."""
-    return terms.operands.count("y") * batch * table_stride(coupling, role)
 
 
 _MOST_STAGES = 12
@@ -77,10 +73,10 @@ def stage_elements(coupling: Coupling, terms: TermSet, role: "Role") -> int:
 
 
 def is_packed(coupling: Coupling, role: "Role") -> bool:
-    """Whether a lane's channels can be neighbours: layout ir_mul, whole slices, every row and block aligned."""
+    """Whether a lane's channels can be neighbours: whole slices, every row and block aligned."""
     c = role.channels
     paths = [coupling.paths[p] for p in role.paths]
-    if c == 1 or coupling.layout != "ir_mul" or paths[0].mul1 % (32 * c):
+    if c == 1 or paths[0].mul1 % (32 * c):
         return False
     return all(value % c == 0 for value in (coupling.dim_in1, coupling.dim_out, coupling.weight_numel)) and all(
         offset % c == 0 for path in paths for offset in (path.in1_offset, path.out_offset, path.weight_offset or 0)
@@ -132,12 +128,47 @@ class SharedPlan:
     total: int
 
 
+@dataclass(frozen=True)
+class Room:
+    """Elements that a role, or the roles of a group one after the other, need.
+
+    Attributes:
+        table: M of one edge, for a team.
+        transit: for a warp.
+        stage: for a warp.
+    """
+
+    table: int
+    transit: int
+    stage: int
+
+    @classmethod
+    def of_role(cls, coupling: Coupling, terms: TermSet, role: "Role") -> "Room":
+        """What one role needs; it depends on its paths and channels alone."""
+        table = terms.operands.count("y") * table_stride(coupling, role)
+        return cls(table, transit_elements(coupling, terms, role), stage_elements(coupling, terms, role))
+
+    @classmethod
+    def largest(cls, rooms: Sequence["Room"]) -> "Room":
+        """Enough for each of some."""
+        return cls(max(r.table for r in rooms), max(r.transit for r in rooms), max(r.stage for r in rooms))
+
+
+def total_elements(groups: Sequence[tuple["Group", Room]], batch: int, stages: int) -> int:
+    """Elements of a block."""
+    return sum(
+        group.teams * (batch * room.table + group.chunks * (room.transit + stages * room.stage))
+        for group, room in groups
+    )
+
+
 def plan_shared(coupling: Coupling, terms: TermSet, launch: "Launch") -> SharedPlan:
     """Lay out the shared memory of a launch."""
     groups = launch.groups
-    table_sizes = tuple(max(table_elements(coupling, terms, r, launch.batch) for r in g.roles) for g in groups)
-    transit_sizes = tuple(max(transit_elements(coupling, terms, r) for r in g.roles) for g in groups)
-    ring_sizes = tuple(launch.stages * max(stage_elements(coupling, terms, r) for r in g.roles) for g in groups)
+    rooms = [Room.largest([Room.of_role(coupling, terms, role) for role in group.roles]) for group in groups]
+    table_sizes = tuple(launch.batch * room.table for room in rooms)
+    transit_sizes = tuple(room.transit for room in rooms)
+    ring_sizes = tuple(launch.stages * room.stage for room in rooms)
     at = 0
     tables: list[int] = []
     for group, size in zip(groups, table_sizes, strict=True):

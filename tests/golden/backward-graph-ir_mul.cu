@@ -128,7 +128,7 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
         const int receiver = __shfl_sync(0xffffffffu, my_receiver, b);
         row = receiver;
         const T* const from3 = static_cast<const T*>(args.buffers[5]) + row * 64ll;
-        z3_p0_k0 = Global::load(from3 + 0 + u, 32, left);
+        z3_p0_k0 = Global::load(from3 + 0 + 0 + u, 32, left);
       }
       const bool is_absent = absent & 1u;
       changes >>= 1, absent >>= 1;
@@ -139,9 +139,10 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
       }
       const int sender = __shfl_sync(0xffffffffu, my_sender, b);
       const int w_lane = 2 * lane;
-      const V x0_i0 = Shared::load(stage + 64 + 0 + 2 * lane, 32, left);
-      const V x0_i1 = Shared::load(stage + 64 + 64 + 2 * lane, 32, left);
-      const V x0_i2 = Shared::load(stage + 64 + 128 + 2 * lane, 32, left);
+      V x0_i0, x0_i1, x0_i2;
+      x0_i0 = Shared::load(stage + 64 + 0 + 2 * lane, 32, left);
+      x0_i1 = Shared::load(stage + 64 + 64 + 2 * lane, 32, left);
+      x0_i2 = Shared::load(stage + 64 + 128 + 2 * lane, 32, left);
       const T* const m1 = table + 0 + b * 4;
       (void)m1;
       V gx0_i0 = zeros<T, 2>();

@@ -154,9 +154,10 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
         continue;
       }
       const int w_lane = lane;
-      const V x0_i0 = Shared::load(stage + 64 + 0 + lane * 3, 96, left);
-      const V x0_i1 = Shared::load(stage + 64 + 1 + lane * 3, 96, left);
-      const V x0_i2 = Shared::load(stage + 64 + 2 + lane * 3, 96, left);
+      V x0_i0, x0_i1, x0_i2;
+      x0_i0 = Shared::load(stage + 64 + 0 + lane * 3, 96, left);
+      x0_i1 = Shared::load(stage + 64 + 1 + lane * 3, 96, left);
+      x0_i2 = Shared::load(stage + 64 + 2 + lane * 3, 96, left);
       const T* const m1 = table + 0 + b * 4;
       (void)m1;
       {  // path 0: l = 1 x 1 -> 0, 40 channels, 3 coefficients
@@ -197,6 +198,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) jaxcg_0(const Args args) {
 }
 
 extern "C" __global__ void __launch_bounds__(256) jaxcg_1_fix_up(const Args args) {
+  extern __shared__ __align__(16) unsigned char room[];
   release_next_launch();
   int piece = blockIdx.x, role = 0;
   const int most = static_cast<int>(args.sizes[3]);
@@ -204,14 +206,13 @@ extern "C" __global__ void __launch_bounds__(256) jaxcg_1_fix_up(const Args args
   await_last_launch();
   const int count = marks[-1], row = marks[piece];
   if (piece >= count || row < 0) return;
-  int first = piece, last = piece + 1;
-  while (first > 0 && marks[first - 1] == row) --first;
-  while (last < count && marks[last] == row) ++last;
+  const int lane = threadIdx.x % 32;
+  const int first = run_start(marks, piece, row, lane), last = run_end(marks, piece + 1, count, row, lane);
   {
     T* const z = static_cast<T*>(args.buffers[6]) + row * 40ll;
     const T* const rows = static_cast<const T*>(args.buffers[7]) + (0 * args.sizes[3] + first) * 40ll;
     if (role == 0) {
-      add_rows<4, 40, false>(z + 0, rows + 0, last - first, 40, piece - first);
+      add_rows<4, 40, false>(z + 0, rows + 0, last - first, 40, piece - first, room);
     }
   }
 }

@@ -104,9 +104,10 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
       (void)sender, (void)row;
       V acc0_p0_k0 = zeros<T, 2>();
       const int w_lane = lane;
-      const V x0_i0 = Shared::load(stage + 64 + 0 + lane * 3, 96, left);
-      const V x0_i1 = Shared::load(stage + 64 + 1 + lane * 3, 96, left);
-      const V x0_i2 = Shared::load(stage + 64 + 2 + lane * 3, 96, left);
+      V x0_i0, x0_i1, x0_i2;
+      x0_i0 = Shared::load(stage + 64 + 0 + lane * 3, 96, left);
+      x0_i1 = Shared::load(stage + 64 + 1 + lane * 3, 96, left);
+      x0_i2 = Shared::load(stage + 64 + 2 + lane * 3, 96, left);
       const T* const m1 = table + 0 + b * 4;
       (void)m1;
       {  // path 0: l = 1 x 1 -> 0, 40 channels, 3 coefficients

@@ -120,7 +120,7 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
         const int receiver = __shfl_sync(0xffffffffu, my_receiver, b);
         row = receiver;
         const T* const from2 = static_cast<const T*>(args.buffers[5]) + row * 38ll;
-        z2_p0_k0 = Global::load(from2 + 0 + u * 1, 32, left);
+        z2_p0_k0 = Global::load(from2 + 0 + 0 + u * 1, 32, left);
       }
       const bool is_absent = absent & 1u;
       changes >>= 1, absent >>= 1;
@@ -128,7 +128,8 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
         continue;
       }
       const int w_lane = lane;
-      const V x0_i0 = Shared::load(stage + 32 + 0 + lane * 1, 32, left);
+      V x0_i0;
+      x0_i0 = Shared::load(stage + 32 + 0 + lane * 1, 32, left);
       T gy0_j0 = T(0);
       {  // path 0: l = 0 x 0 -> 0, 5 channels, 1 coefficients
         const V w1_0 = Shared::load(stage + 0 + w_lane, 32, left);
@@ -265,7 +266,7 @@ __device__ __forceinline__ void jaxcg_0_role_1(const Args& args, unsigned char* 
         const int receiver = __shfl_sync(0xffffffffu, my_receiver, b);
         row = receiver;
         const T* const from2 = static_cast<const T*>(args.buffers[5]) + row * 38ll;
-        z2_p0_k0 = Global::load(from2 + 5 + u * 1, 32, left);
+        z2_p0_k0 = Global::load(from2 + 5 + 0 + u * 1, 32, left);
       }
       const bool is_absent = absent & 1u;
       changes >>= 1, absent >>= 1;
@@ -273,9 +274,10 @@ __device__ __forceinline__ void jaxcg_0_role_1(const Args& args, unsigned char* 
         continue;
       }
       const int w_lane = lane;
-      const V x0_i0 = Shared::load(stage + 64 + 0 + lane * 3, 96, left);
-      const V x0_i1 = Shared::load(stage + 64 + 1 + lane * 3, 96, left);
-      const V x0_i2 = Shared::load(stage + 64 + 2 + lane * 3, 96, left);
+      V x0_i0, x0_i1, x0_i2;
+      x0_i0 = Shared::load(stage + 64 + 0 + lane * 3, 96, left);
+      x0_i1 = Shared::load(stage + 64 + 1 + lane * 3, 96, left);
+      x0_i2 = Shared::load(stage + 64 + 2 + lane * 3, 96, left);
       T gy0_j1 = T(0);
       T gy0_j2 = T(0);
       T gy0_j3 = T(0);

@@ -78,7 +78,8 @@ def test_cases_meet_what_kernels_must_handle() -> None:
             schedule = choose(call.coupling, terms, itemsize, LIMITS)
             groups = [group for launch_ in schedule.launches for group in launch_.groups]
             roles = [role for group in groups for role in group.roles]
-            seen |= {"vector access" if is_packed(call.coupling, role) else "strided access" for role in roles}
+            packed = {"vector" if is_packed(call.coupling, role) else "strided" for role in roles}
+            seen |= {f"{access} access, {case.layout}" for access in packed}
             seen |= {"roles of later channels"} if any(role.chunk_start for role in roles) else set()
             seen |= {"several launches"} if len(schedule.launches) > 1 else {"one launch"}
             seen |= {"teams of several warps" if group.chunks > 1 else "teams of one warp" for group in groups}
@@ -94,7 +95,8 @@ def test_cases_meet_what_kernels_must_handle() -> None:
         *("several launches", "one launch", "teams of several warps", "teams of one warp", "scratch", "no scratch"),
         *("roles in pieces", "one piece among teams", "a piece shorter than a team's work"),
         *("ragged", "uniform", "tail", "whole warps", "ordered", "sorted", "rows", "mul_ir", "ir_mul"),
-        *("vector access", "strided access", "roles of later channels"),
+        *(f"{access} access, {layout}" for access in ("vector", "strided") for layout in ("mul_ir", "ir_mul")),
+        "roles of later channels",
     }
 
 

@@ -169,6 +169,32 @@ struct Access<false, FULL, C> {
   }
 };
 
+// All components of a block in layout mul_ir, for lanes whose C channels are neighbours: they hold one run of memory.
+template <class T, int C, class... More>
+__device__ __forceinline__ void load_block(const T* p, Lanes<T, C>& first, More&... more) {
+  constexpr int N = 1 + sizeof...(more);
+  Lanes<T, C>* const parts[N] = {&first, &more...};
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const Pack<T, C> q = *reinterpret_cast<const Pack<T, C>*>(p + C * n);
+#pragma unroll
+    for (int t = 0; t < C; ++t) parts[(C * n + t) % N]->v[(C * n + t) / N] = q.v[t];
+  }
+}
+
+template <class T, int C, class... More>
+__device__ __forceinline__ void store_block(T* p, const Lanes<T, C>& first, const More&... more) {
+  constexpr int N = 1 + sizeof...(more);
+  const Lanes<T, C>* const parts[N] = {&first, &more...};
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    Pack<T, C> q;
+#pragma unroll
+    for (int t = 0; t < C; ++t) q.v[t] = parts[(C * n + t) % N]->v[(C * n + t) / N];
+    *reinterpret_cast<Pack<T, C>*>(p + C * n) = q;
+  }
+}
+
 // Add N neighbours to memory that other warps add to. One vector reduction where the hardware has it (sm_90).
 template <int N>
 __device__ __forceinline__ void add_atomically(float* p, const float* a) {
@@ -367,27 +393,64 @@ __device__ __forceinline__ void add_pack(Pack<T, N>& sum, const T* p) {
   for (int t = 0; t < N; ++t) sum.v[t] += q.v[t];
 }
 
-// z += sum of `count` rows, in order, for part `part` of `count` of the columns in [0, length).
+// The start of the run of equal marks that ends before `at`, and the end of the one that goes on there. Whole warps.
+__device__ __forceinline__ int run_start(const int* marks, int at, int mark, int lane) {
+  for (;; at -= 32) {
+    const int other = __ffs(__ballot_sync(0xffffffffu, at <= lane || marks[at - 1 - lane] != mark));
+    if (other > 0) return at - other + 1;
+  }
+}
+
+__device__ __forceinline__ int run_end(const int* marks, int at, int count, int mark, int lane) {
+  for (;; at += 32) {
+    const int other = __ffs(__ballot_sync(0xffffffffu, at + lane >= count || marks[at + lane] != mark));
+    if (other > 0) return at + other - 1;
+  }
+}
+
+// sum + every `step`-th of `count` rows from `first` on, in order.
+template <int WIDTH, bool COMPENSATED, class T, int N>
+__device__ __forceinline__ Pack<T, N> sum_rows(Pack<T, N> sum, const T* rows, int first, int count, int step) {
+  Pack<T, N> lost = {};
+  const T* from = rows + WIDTH * first;
+#pragma unroll 4
+  for (int h = first; h < count; h += step, from += WIDTH * step) {
+    if constexpr (COMPENSATED) {
+      const Pack<T, N> q = *reinterpret_cast<const Pack<T, N>*>(from);
+      for (int t = 0; t < N; ++t) add_compensated(sum.v[t], q.v[t], lost.v[t]);
+    } else {
+      add_pack(sum, from);
+    }
+  }
+  return sum;
+}
+
+// z += sum of `count` rows, in an order that depends on nothing else, for part `part` of `count` of the columns in
+// [0, length). Whole blocks, with room for a pack a thread.
 template <int N, int WIDTH, bool COMPENSATED, class T>
-__device__ __forceinline__ void add_rows(T* z, const T* rows, int count, int length, int part) {
+__device__ __forceinline__ void add_rows(T* z, const T* rows, int count, int length, int part, void* room) {
+  // With more rows than this a block shares them out, else only columns: one thread would read them one by one.
+  constexpr int MANY = 32, COLUMNS = 8;
   const int units = length / N;
   const int begin = static_cast<int>(static_cast<long long>(units) * part / count);
   const int end = static_cast<int>(static_cast<long long>(units) * (part + 1) / count);
+  Pack<T, N>* const sums = reinterpret_cast<Pack<T, N>*>(z);
+  if (count <= MANY) {
 #pragma unroll 2
-  for (int c = begin + threadIdx.x; c < end; c += blockDim.x) {
-    Pack<T, N> sum = *reinterpret_cast<const Pack<T, N>*>(z + N * c);
-    Pack<T, N> lost = {};
-    const T* from = rows + N * c;
-#pragma unroll 4
-    for (int h = 0; h < count; ++h, from += WIDTH) {
-      if constexpr (COMPENSATED) {
-        const Pack<T, N> q = *reinterpret_cast<const Pack<T, N>*>(from);
-        for (int t = 0; t < N; ++t) add_compensated(sum.v[t], q.v[t], lost.v[t]);
-      } else {
-        add_pack(sum, from);
-      }
-    }
-    *reinterpret_cast<Pack<T, N>*>(z + N * c) = sum;
+    for (int c = begin + threadIdx.x; c < end; c += blockDim.x)
+      sums[c] = sum_rows<WIDTH, COMPENSATED>(sums[c], rows + N * c, 0, count, 1);
+    return;
+  }
+  Pack<T, N>* const partial = static_cast<Pack<T, N>*>(room);
+  const int column = threadIdx.x % COLUMNS, group = threadIdx.x / COLUMNS, groups = blockDim.x / COLUMNS;
+  for (int first = begin; first < end; first += COLUMNS) {
+    const int c = first + column;
+    if (c < end)
+      partial[threadIdx.x] = sum_rows<WIDTH, COMPENSATED>(Pack<T, N>{}, rows + N * c, group, count, groups);
+    __syncthreads();
+    if (c < end && group == 0)
+      sums[c] = sum_rows<COLUMNS * N, COMPENSATED>(sums[c], partial[column].v, 0, groups, 1);
+    __syncthreads();
   }
 }
 
