@@ -78,9 +78,9 @@ convolution() {
     "$PYTHON" benchmarks/convolution.py --output "$out/$name.jsonl" "$@" 2>&1 | tee "$out/$name.log"
 }
 
-# Odd graphs and products, host cost, first calls.
+# Odd graphs, products and options, host cost, first calls.
 special() {
-    "$PYTHON" benchmarks/special.py --output "$out/special.jsonl" 2>&1 | tee "$out/special.log"
+    "$PYTHON" benchmarks/special.py --output "$out/special.jsonl" "$@" 2>&1 | tee "$out/special.log"
 }
 
 bench() {

@@ -1,10 +1,11 @@
-"""Odd graphs and products beside the uniform one, and what a call costs the host.
+"""Odd graphs, products and options beside the uniform case, and what a call costs the host.
 
-    python benchmarks/special.py [--output special.jsonl]
+    python benchmarks/special.py [--output special.jsonl] [--only NAME ...]
 
 Efficiency is the share of a case's own floor (each byte once, see workloads.py). Host cost: a warm call of a compiled
 function, in Python and dispatch together, beside one of a function that adds two numbers. First call: trace, choose,
-generate, compile, load and run, with an empty cache of kernels and then with a warm one.
+generate, compile, load and run, with an empty cache of kernels and then with a warm one; the number of images that the
+cache holds afterwards says whether it was empty.
 """
 
 import argparse
@@ -15,7 +16,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,10 @@ from checks import derivative
 from timing import calls_for, looped, measure
 from workloads import ORDERS, SLOT, Graph, Product, floor_ms, graphs, operand_shapes, products
 
-Indices = Callable[[Graph], tuple[np.ndarray, np.ndarray]]
+from jaxcg import EdgeOrder, TensorProduct, sort_edges
+
+# Senders and receivers; then, for an order of edges, what sort_edges made of them.
+Indices = Callable[[Graph], tuple[np.ndarray, ...]]
 
 
 def star(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
@@ -53,42 +58,93 @@ def uniform(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
     return graph.indices()
 
 
+def unsorted(graph: Graph) -> tuple[np.ndarray, ...]:
+    """The same edges in a random order."""
+    order = np.random.default_rng(1).permutation(graph.edges)
+    return tuple(index[order] for index in graph.indices())
+
+
+def with_order(graph: Graph) -> tuple[np.ndarray, ...]:
+    """The same, and the order that sorts them."""
+    senders, receivers = unsorted(graph)
+    order = sort_edges(jnp.asarray(senders), jnp.asarray(receivers), graph.nodes)
+    return senders, receivers, np.asarray(order.by_receiver), np.asarray(order.by_sender)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A product on a graph, and how it is called.
+
+    Attributes:
+        name: in the table.
+        product: of the node and edge features.
+        graph: its size.
+        indices: its edges.
+        options: of `convolve`.
+        orders: of differentiation.
+    """
+
+    name: str
+    product: Product
+    graph: Graph
+    indices: Indices = uniform
+    options: tuple[str, ...] = ("receivers_sorted",)
+    orders: tuple[str, ...] = ("forward", "backward", "double")
+
+    def apply(self, x: Any, y: Any, w: Any, senders: Any, receivers: Any, *orders: Any) -> jax.Array:
+        """The convolution."""
+        tp = TensorProduct.channelwise(self.product.in1, self.product.in2, self.product.out, layout="ir_mul")
+        options: dict[str, Any] = dict.fromkeys(self.options, True)
+        if orders:
+            options["edge_order"] = EdgeOrder(*orders)
+        return tp.convolve(x, y, w, senders, receivers, num_nodes=self.graph.nodes, impl="cuda", **options)
+
+
 MACE = products()["mace-large"]
 RAGGED = Product("ragged", "128x0e+64x1o+32x2e", MACE.in2, MACE.out)
 ODD = Product("multiplicity 100", "100x0e+100x1o+100x2e", MACE.in2, MACE.out)
 WIDE = Product("l up to 4", "64x0e+64x1o+64x2e+64x3o+64x4e", "0e+1o+2e+3o", "0e+1o+2e+3o+4e")
 DHFR = graphs()["dhfr"]
-CASES: tuple[tuple[str, Product, Graph, Indices], ...] = (
-    ("uniform", MACE, DHFR, uniform),
-    ("star of 100,000 edges", MACE, Graph("star", 2000, 100_000), star),
-    ("seven nodes of eight isolated", MACE, Graph("isolated", 8000, 56_000), isolated),
-    ("half of the nodes padding", MACE, DHFR, padded),
-    ("ragged 128, 64, 32", RAGGED, DHFR, uniform),
-    ("multiplicity 100", ODD, DHFR, uniform),
-    ("l up to 4, 64 channels", WIDE, DHFR, uniform),
+CASES = (
+    Case("uniform", MACE, DHFR),
+    Case("star of 100,000 edges", MACE, Graph("star", 2000, 100_000), star),
+    Case("seven nodes of eight isolated", MACE, Graph("isolated", 8000, 56_000), isolated),
+    Case("half of the nodes padding", MACE, DHFR, padded),
+    Case("ragged 128, 64, 32", RAGGED, DHFR),
+    Case("multiplicity 100", ODD, DHFR),
+    Case("l up to 4, 64 channels", WIDE, DHFR),
+    Case("unsorted, with an order", MACE, DHFR, with_order, ()),
+    Case("unsorted, sorted in the call", MACE, DHFR, unsorted, (), ("forward", "backward")),
+    Case("deterministic", MACE, DHFR, options=("receivers_sorted", "deterministic"), orders=("backward", "double")),
+    Case("deterministic, with an order", MACE, DHFR, with_order, ("deterministic",), ("backward", "double")),
+    Case("compensated", MACE, DHFR, options=("receivers_sorted", "compensated")),
 )
+DTYPE = "float32"
 
 
-def compile_case(product: Product, graph: Graph, order: str, dtype: str) -> tuple[Any, int]:
+def compile_case(case: Case, order: str) -> tuple[Any, int]:
     """The compiled loop of a case, and how many calls it makes."""
-    convolution = peers.jaxcg(product, dtype, graph.nodes)
-    shapes = operand_shapes(product, graph)
-    operands = [jax.ShapeDtypeStruct(shapes[name], dtype) for name in ORDERS[order][0]]
-    operands += [jax.ShapeDtypeStruct((graph.edges,), jnp.int32)] * 2
-    calls = calls_for(floor_ms(product, graph, order, np.dtype(dtype).itemsize))
-    program = jax.jit(looped(derivative(convolution.apply, order), calls), keep_unused=True)
+    shapes = operand_shapes(case.product, case.graph)
+    operands = [jax.ShapeDtypeStruct(shapes[name], DTYPE) for name in ORDERS[order][0]]
+    operands += [jax.ShapeDtypeStruct((case.graph.edges,), jnp.int32)] * (4 if case.indices is with_order else 2)
+    calls = calls_for(floor_ms(case.product, case.graph, order, np.dtype(DTYPE).itemsize))
+    program = jax.jit(looped(derivative(case.apply, order), calls), keep_unused=True)
     return program.lower(*operands).compile(), calls
 
 
-def time_case(
-    compiled: tuple[Any, int], product: Product, graph: Graph, indices: Indices, order: str, dtype: str
-) -> float:
+def time_case(compiled: tuple[Any, int], case: Case, order: str) -> float:
     """Milliseconds of a case."""
-    shapes = operand_shapes(product, graph)
+    shapes = operand_shapes(case.product, case.graph)
     keys = jax.random.split(jax.random.key(0), len(SLOT))
-    values = {name: jax.random.normal(key, shapes[name], dtype) for name, key in zip(SLOT, keys, strict=True)}
-    operands = (*(values[name] for name in ORDERS[order][0]), *map(jnp.asarray, indices(graph)))
+    values = {name: jax.random.normal(key, shapes[name], DTYPE) for name, key in zip(SLOT, keys, strict=True)}
+    operands = (*(values[name] for name in ORDERS[order][0]), *map(jnp.asarray, case.indices(case.graph)))
     return measure(compiled[0], operands, compiled[1]).ms
+
+
+def sort_cost(graph: Graph) -> float:
+    """Milliseconds of sort_edges, compiled."""
+    program = jax.jit(looped(lambda *edges: tuple(jax.tree.leaves(sort_edges(*edges, graph.nodes))), 20))
+    return measure(program, tuple(map(jnp.asarray, unsorted(graph))), 20).ms
 
 
 def host_cost(calls: int = 300) -> tuple[float, float]:
@@ -133,21 +189,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("special.jsonl"))
     parser.add_argument("--first-call", choices=list(ORDERS), help="print only the seconds of a first call")
+    parser.add_argument("--only", nargs="*", default=[], help="names of cases; and nothing else is measured then")
     arguments = parser.parse_args()
     jax.config.update("jax_enable_x64", True)
     if arguments.first_call:
         print(first_call(arguments.first_call))
         return
     records: list[dict[str, object]] = []
-    orders = ("forward", "backward", "double")
     pool = ThreadPoolExecutor(min(12, os.cpu_count() or 1))
-    jobs = {(p, g, o): pool.submit(compile_case, p, g, o, "float32") for _, p, g, _ in CASES for o in orders}
-    for name, product, graph, indices in CASES:
-        for order in orders:
-            ms = time_case(jobs[product, graph, order].result(), product, graph, indices, order, "float32")
-            floor = floor_ms(product, graph, order, 4)
-            records.append({"case": name, "order": order, "ms": ms, "floor_ms": floor})
-            print(f"{name:32s} {order:9s} {ms:8.4f} ms {100 * floor / ms:4.0f} % of its floor", flush=True)
+    cases = [case for case in CASES if not arguments.only or case.name in arguments.only]
+    jobs = {(case, order): pool.submit(compile_case, case, order) for case in cases for order in case.orders}
+    wait(jobs.values())  # nothing compiles while something is timed
+    for (case, order), job in jobs.items():
+        ms = time_case(job.result(), case, order)
+        floor = floor_ms(case.product, case.graph, order, np.dtype(DTYPE).itemsize)
+        records.append({"case": case.name, "order": order, "ms": ms, "floor_ms": floor})
+        print(f"{case.name:32s} {order:9s} {ms:8.4f} ms {100 * floor / ms:4.0f} % of its floor", flush=True)
+    if not arguments.only:
+        records += host_records()
+    arguments.output.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def host_records() -> list[dict[str, object]]:
+    """Sorting, host cost, first calls."""
+    records: list[dict[str, object]] = [{"sort_edges_ms": sort_cost(DHFR)}]
+    print(f"sort_edges: {records[0]['sort_edges_ms']:.3f} ms")
     call, addition = host_cost()
     records.append({"host_us": call, "addition_us": addition})
     print(f"host: {call:.0f} us a warm call, {addition:.0f} us an addition")
@@ -158,9 +224,10 @@ def main() -> None:
                 run = subprocess.run(
                     command, env=os.environ | {"JAXCG_CACHE_DIR": cache}, capture_output=True, text=True, check=True
                 )
-                records.append({"first_call": order, "cache": state, "seconds": float(run.stdout.split()[-1])})
-                print(f"first call, {state} cache, {order}: {run.stdout.split()[-1]} s", flush=True)
-    arguments.output.write_text("".join(json.dumps(record) + "\n" for record in records))
+                seconds, images = float(run.stdout.split()[-1]), len(list(Path(cache).rglob("*.image")))
+                records.append({"first_call": order, "cache": state, "seconds": seconds, "images": images})
+                print(f"first call, {state} cache, {order}: {seconds:.2f} s, {images} images then", flush=True)
+    return records
 
 
 if __name__ == "__main__":
