@@ -1,5 +1,6 @@
 """Kernel text to programs for the CPU: shared objects for the handler, executables with a sanitizer."""
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -154,6 +155,17 @@ def support(define: str | None) -> list[Path]:
     return [compile_once(".o", flags, [SOURCES / name], headers) for name in ("scheduler.cc", "faults.cc")]
 
 
+@lru_cache(maxsize=16)
+def _precompiled(flags: tuple[str, ...], headers: tuple[Path, ...]) -> Path:
+    """A folder in which g++ finds the compiled form of the first header: a quarter of the time of a small text."""
+    compiled = compile_once(".gch", [*flags, f"-I{SOURCES}", "-x", "c++-header"], headers[:1], headers[1:])
+    folder = compiled.with_suffix(".headers")
+    folder.mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        os.link(compiled, folder / f"{headers[0].name}.gch")
+    return folder
+
+
 def build(source: str, *, sanitize: Sanitizer | None = None, optimize: int = 0) -> Path:
     """Compile kernel text for the CPU.
 
@@ -176,7 +188,9 @@ def build(source: str, *, sanitize: Sanitizer | None = None, optimize: int = 0) 
         "thread": ("JAXCG_TSAN", ("-fsanitize=thread", "-g", "-fno-omit-frame-pointer")),
     }[sanitize]
     headers = [SOURCES / "cuda_on_host.h", SOURCES / "scheduler.h"]
-    flags = [*KERNEL_FLAGS, f"-O{optimize}", *_multiply_add_flags(), *sanitizer, f"-I{SOURCES}", "-c"]
+    flags = [*KERNEL_FLAGS, f"-O{optimize}", *_multiply_add_flags(), *sanitizer]
+    folder = _precompiled(tuple(flags), tuple(headers))
+    flags += [f"-I{folder}", f"-I{SOURCES}", "-c"]
     objects = [compile_once(".o", flags, [], headers, host_text(source)), *support(define)]
     # Linked without -fsanitize=alignment,bounds: faults.cc has what its library would bring.
     flags = [*sanitizer[:1], *_symbol_flags(source)]
