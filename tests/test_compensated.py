@@ -56,8 +56,8 @@ def test_kernels(blocks: int, seed: int) -> None:
     with emulator.emulated(image), emulator.settings(blocks=blocks):
         # Kahan's bound is two roundings, whatever the number of summands.
         assert all(error <= 2 for error in worst(sums("cuda", True, *given), *given).values())
-        # The check can fail: plain sums are further off.
-        assert all(error > 2 for error in worst(sums("cuda", False, *given), *given).values())
+        # The check can fail: plain sums are further off, gradients of x most, which are added one by one.
+        assert worst(sums("cuda", False, *given), *given)["x"] > 2
 
 
 @pytest.mark.parametrize("block", [64, EDGES])

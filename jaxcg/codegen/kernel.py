@@ -18,8 +18,10 @@ from jaxcg.codegen.role import render_role
 from jaxcg.schedule import Schedule, plan_shared
 from jaxcg.schedule.shared import ring_stages, stage_elements
 
-# A block of the fix-up. Each thread has 16 bytes of shared memory.
-FIX_UP_THREADS = 256
+# A block of the fix-up; each thread has 16 bytes of shared memory. Small ones, so that those of all pieces are on the
+# device at once: most pieces continue nothing, and their blocks end after two dependent loads.
+FIX_UP_THREADS = 128
+_FIX_UP_BLOCKS = 11
 
 
 def render_kernel(
@@ -107,7 +109,7 @@ def render_fix_up(problem: Problem, schedule: Schedule, columns: list[list[tuple
     width, stride = problem.coupling.dim_out, schedule.max_pieces + 1
     pieces = [schedule.max_blocks * role.pieces for launch in schedule.launches for role in launch.roles]
     lines = [
-        f'extern "C" __global__ void __launch_bounds__({FIX_UP_THREADS}) {name}(const Args args) {{',
+        f'extern "C" __global__ void __launch_bounds__({FIX_UP_THREADS}, {_FIX_UP_BLOCKS}) {name}(const Args args) {{',
         "  extern __shared__ __align__(16) unsigned char room[];",
         "  release_next_launch();",
         "  int piece = blockIdx.x, role = 0;",
@@ -126,20 +128,26 @@ def render_fix_up(problem: Problem, schedule: Schedule, columns: list[list[tuple
         "  const int lane = threadIdx.x % 32;",
         "  const int first = run_start(marks, piece, row, lane), last = run_end(marks, piece + 1, count, row, lane);",
     ]
+    # Columns in units that one access moves. A role's are numbered through, so that threads share all of them out.
+    unit = gcd(
+        16 // problem.number.itemsize, width, *(number for ranges in columns for part in ranges for number in part)
+    )
+    lines += ["  int units = 0;", "  const auto column = [role](int n) {"]
+    totals: list[str] = []
+    for number, ranges in enumerate(columns):
+        end, cases = 0, ""
+        for start, length in ranges[:-1]:
+            cases += f"n < {end + length // unit} ? {start // unit - end} : "
+            end += length // unit
+        start, length = ranges[-1]
+        lines.append(f"    if (role == {number}) return n + ({cases}{start // unit - end});")
+        totals.append(f"  if (role == {number}) units = {end + length // unit};")
+    lines += ["    return n;", "  };", *totals]
+    flag = "true" if schedule.compensated else "false"
     for order, output in enumerate(problem.outputs("z")):
-        lines += [
-            "  {",
-            f"    T* const z = {problem.output(output)} + row * {width}ll;",
-            f"    const T* const rows = static_cast<const T*>({problem.extra(0)}) + "
-            f"({order} * args.sizes[3] + first) * {width}ll;",
-        ]
-        for number, ranges in enumerate(columns):
-            lines.append(f"    if (role == {number}) {{")
-            for start, length in ranges:
-                unit = gcd(16 // problem.number.itemsize, start, length, width)
-                where = f"z + {start}, rows + {start}, last - first, {length}, piece - first, room"
-                flag = "true" if schedule.compensated else "false"
-                lines.append(f"      add_rows<{unit}, {width}, {flag}>({where});")
-            lines.append("    }")
-        lines.append("  }")
+        z = f"{problem.output(output)} + row * {width}ll"
+        rows = f"static_cast<const T*>({problem.extra(0)}) + ({order} * args.sizes[3] + first) * {width}ll"
+        lines.append(
+            f"  add_rows<{unit}, {width}, {flag}>({z}, {rows}, last - first, units, piece - first, room, column);"
+        )
     return [*lines, "}"]

@@ -25,6 +25,10 @@ _MOST_ROWS = 2**31 - 128
 # compute capabilities). An architecture that is not listed gets the least of all since sm_80.
 _SHARED = {80: (164, 163), 87: (164, 163), 90: (228, 227), 100: (228, 227), 103: (228, 227)}
 _LEAST_SHARED = (100, 99)
+# The most that a device of the architecture can have: 128 in A100, 144 in H100 and H200 (white papers; 108 and 132 are
+# in use). More blocks than there are multiprocessors cost scratch memory and empty blocks of the fix-up.
+_MULTIPROCESSORS = {80: 128, 90: 144}
+_MOST_MULTIPROCESSORS = 192
 
 
 @dataclass(frozen=True)
@@ -78,12 +82,18 @@ def limits_of(targets: Sequence[str]) -> DeviceLimits:
 
     >>> [limits_of(targets).shared_bytes for targets in (["sm_90"], ["sm_90", "sm_86"], ["compute_90"])]
     [232448, 101376, 101376]
+    >>> [limits_of(targets).multiprocessors for targets in (["sm_90"], ["sm_90", "sm_86"], ["compute_90"])]
+    [144, 192, 192]
     """
     # PTX is for devices that the compiler does not know.
     kinds = [target.partition("_") for target in targets]
-    offered = [_SHARED.get(int(number), _LEAST_SHARED) if kind == "sm" else _LEAST_SHARED for kind, _, number in kinds]
-    total, block = min(offered)
-    return DeviceLimits(shared_bytes=1024 * block, shared_total=1024 * total)
+    numbers = [int(number) if kind == "sm" else 0 for kind, _, number in kinds]
+    total, block = min(_SHARED.get(number, _LEAST_SHARED) for number in numbers)
+    return DeviceLimits(
+        shared_bytes=1024 * block,
+        shared_total=1024 * total,
+        multiprocessors=max(_MULTIPROCESSORS.get(number, _MOST_MULTIPROCESSORS) for number in numbers),
+    )
 
 
 def compile_for(targets: Sequence[str]) -> Compiler:

@@ -26,7 +26,7 @@ class DeviceLimits:
     channels: tuple[int, ...] = (1, 2, 4)
 
 
-H200 = DeviceLimits(shared_bytes=227 * 1024, shared_total=228 * 1024)
+H200 = DeviceLimits(shared_bytes=227 * 1024, shared_total=228 * 1024, multiprocessors=144)
 
 # Parts of the work of a team: what a role's share of its group is counted in.
 SHARE = 1024

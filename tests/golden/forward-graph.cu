@@ -197,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) jaxcg_0(const Args args) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(256) jaxcg_1_fix_up(const Args args) {
+extern "C" __global__ void __launch_bounds__(128, 11) jaxcg_1_fix_up(const Args args) {
   extern __shared__ __align__(16) unsigned char room[];
   release_next_launch();
   int piece = blockIdx.x, role = 0;
@@ -208,12 +208,12 @@ extern "C" __global__ void __launch_bounds__(256) jaxcg_1_fix_up(const Args args
   if (piece >= count || row < 0) return;
   const int lane = threadIdx.x % 32;
   const int first = run_start(marks, piece, row, lane), last = run_end(marks, piece + 1, count, row, lane);
-  {
-    T* const z = static_cast<T*>(args.buffers[6]) + row * 40ll;
-    const T* const rows = static_cast<const T*>(args.buffers[7]) + (0 * args.sizes[3] + first) * 40ll;
-    if (role == 0) {
-      add_rows<4, 40, false>(z + 0, rows + 0, last - first, 40, piece - first, room);
-    }
-  }
+  int units = 0;
+  const auto column = [role](int n) {
+    if (role == 0) return n + (0);
+    return n;
+  };
+  if (role == 0) units = 10;
+  add_rows<4, 40, false>(static_cast<T*>(args.buffers[6]) + row * 40ll, static_cast<const T*>(args.buffers[7]) + (0 * args.sizes[3] + first) * 40ll, last - first, units, piece - first, room, column);
 }
 

@@ -425,31 +425,35 @@ __device__ __forceinline__ Pack<T, N> sum_rows(Pack<T, N> sum, const T* rows, in
   return sum;
 }
 
-// z += sum of `count` rows, in an order that depends on nothing else, for part `part` of `count` of the columns in
-// [0, length). Whole blocks, with room for a pack a thread.
-template <int N, int WIDTH, bool COMPENSATED, class T>
-__device__ __forceinline__ void add_rows(T* z, const T* rows, int count, int length, int part, void* room) {
+// z += sum of `count` rows, in an order that depends on nothing else, for part `part` of `count` of some columns: unit n
+// of them is the N elements from N * column(n) on. Whole blocks, with room for a pack a thread.
+template <int N, int WIDTH, bool COMPENSATED, class T, class Column>
+__device__ __forceinline__ void add_rows(
+    T* z, const T* rows, int count, int units, int part, void* room, const Column& column
+) {
   // With more rows than this a block shares them out, else only columns: one thread would read them one by one.
   constexpr int MANY = 32, COLUMNS = 8;
-  const int units = length / N;
   const int begin = static_cast<int>(static_cast<long long>(units) * part / count);
   const int end = static_cast<int>(static_cast<long long>(units) * (part + 1) / count);
   Pack<T, N>* const sums = reinterpret_cast<Pack<T, N>*>(z);
   if (count <= MANY) {
-#pragma unroll 2
-    for (int c = begin + threadIdx.x; c < end; c += blockDim.x)
+#pragma unroll 4
+    for (int n = begin + threadIdx.x; n < end; n += blockDim.x) {
+      const int c = column(n);
       sums[c] = sum_rows<WIDTH, COMPENSATED>(sums[c], rows + N * c, 0, count, 1);
+    }
     return;
   }
   Pack<T, N>* const partial = static_cast<Pack<T, N>*>(room);
-  const int column = threadIdx.x % COLUMNS, group = threadIdx.x / COLUMNS, groups = blockDim.x / COLUMNS;
+  const int place = threadIdx.x % COLUMNS, group = threadIdx.x / COLUMNS, groups = blockDim.x / COLUMNS;
   for (int first = begin; first < end; first += COLUMNS) {
-    const int c = first + column;
-    if (c < end)
+    const bool exists = first + place < end;
+    const int c = exists ? column(first + place) : 0;
+    if (exists)
       partial[threadIdx.x] = sum_rows<WIDTH, COMPENSATED>(Pack<T, N>{}, rows + N * c, group, count, groups);
     __syncthreads();
-    if (c < end && group == 0)
-      sums[c] = sum_rows<COLUMNS * N, COMPENSATED>(sums[c], partial[column].v, 0, groups, 1);
+    if (exists && group == 0)
+      sums[c] = sum_rows<COLUMNS * N, COMPENSATED>(sums[c], partial[place].v, 0, groups, 1);
     __syncthreads();
   }
 }
