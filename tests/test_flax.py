@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import e3nn_jax as e3nn
 import flax.linen as nn
@@ -15,6 +16,7 @@ import jaxcg
 import jaxcg.flax.linen
 import jaxcg.flax.nnx
 from jaxcg._errors import IrrepsError
+from tests._oracle import equations
 
 IRREPS_X, IRREPS_Y, KEEP, HIDDEN = "4x0e+3x1o+2x1e", "0e+1o", "0e+1o+1e", (6, 5)
 NODES, EDGES, RADIAL = 5, 9, 4
@@ -155,6 +157,20 @@ def test_nnx_module_trains_and_checks_irreps(operands) -> None:
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient(layer)))
     with pytest.raises(IrrepsError, match=r"`x` must be an array of the irreps given at construction, 4x0e.*got 3x0e"):
         layer(e3nn.ones("3x0e", (NODES,)), y, radial, SENDERS, RECEIVERS)
+
+
+@pytest.mark.parametrize("option", ["deterministic", "compensated"])
+def test_options_of_sums_reach_the_kernels(operands, option: str) -> None:
+    x, y, radial = operands
+    linen = jaxcg.flax.linen.Convolution(filter_ir_out="0e")
+    variables = linen.init(jax.random.key(0), x, y, radial, SENDERS, RECEIVERS)
+    given = jaxcg.flax.nnx.Convolution(IRREPS_X, IRREPS_Y, RADIAL, filter_ir_out="0e", rngs=nnx.Rngs(0))
+    for layer in (partial(linen.apply, variables), given):
+        for value in (False, True):
+            options = {option: value} if value else {}
+            run = lambda *a, layer=layer, options=options: layer(*a, SENDERS, RECEIVERS, **options).array  # noqa: E731
+            calls = [found.params["call"] for found in equations(jax.make_jaxpr(run)(x, y, radial).jaxpr)]
+            assert calls and all(getattr(call, option) == value for call in calls)
 
 
 def test_importing_jaxcg_does_not_import_flax() -> None:

@@ -138,6 +138,8 @@ class Convolution(nn.Module):
         num_nodes: int | None = None,
         receivers_sorted: bool = False,
         edge_order: "EdgeOrder | None" = None,
+        deterministic: bool = False,
+        compensated: bool = False,
     ) -> e3nn.IrrepsArray:
         """Convolve node features with edge features.
 
@@ -150,6 +152,8 @@ class Convolution(nn.Module):
             num_nodes: rows of the result; None: as many as x.
             receivers_sorted: a promise that receivers do not decrease.
             edge_order: what `jaxcg.sort_edges` made of the same senders and receivers.
+            deterministic: whether gradients of x repeat bit by bit too, see `jaxcg.TensorProduct.convolve`.
+            compensated: whether sums over edges carry along what rounding takes from them, see there.
 
         Returns:
             ``[num_nodes, irreps_out.dim]``, irreps sorted and merged.
@@ -159,6 +163,7 @@ class Convolution(nn.Module):
             num_nodes=x.shape[0] if num_nodes is None else num_nodes,
             filter_ir_out=self.filter_ir_out, scale=self.scale, impl=self.impl,
             receivers_sorted=receivers_sorted, edge_order=edge_order,
+            deterministic=deterministic, compensated=compensated,
         )  # fmt: skip
 
 
