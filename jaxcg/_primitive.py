@@ -64,7 +64,8 @@ class Call:
         swapped: operands 1 and 2 are exchanged (see `couple`).
         weighting: ``"streamed"``: the paths that have weights, w is an operand; ``"factored"``: the same paths, their
             weights applied to the result by the caller; ``"none"``: the paths that have no weights.
-        indexed: the first two operands are `senders` and `receivers`, one for each edge.
+        indexed: the first two operands are `senders` and `receivers`, one for each edge. An absent edge has the
+            complement ``~sender`` of a sender in range, so negative; every receiver is in range.
         ordered: the third operand is the order in which edges are sorted by receiver.
         by_sender: the fourth operand is the order in which they are sorted by sender.
         shared: all rows share one weight vector.
@@ -72,8 +73,8 @@ class Call:
         num_x: rows of an x operand.
         num_z: rows of a z operand.
         impl: ``"auto"``, ``"cuda"`` or ``"xla"``.
-        deterministic: kernels add up no gradient of x atomically, so that all results repeat bit by bit.
-        compensated: sums over edges carry what rounding takes from them (so these are not atomic either).
+        deterministic: gradients of x are summed sender by sender, so that all results repeat bit by bit.
+        compensated: sums over edges carry what rounding takes from them; gradients of x sender by sender, too.
         exchanged: the roles of x and z are exchanged, see `jaxcg._coupling.exchange`.
     """
 
@@ -101,6 +102,11 @@ class Call:
     @property
     def num_indices(self) -> int:
         return 2 * self.indexed + self.ordered + self.by_sender
+
+    @property
+    def sums_by_sender(self) -> bool:
+        """Whether gradients of x are sums over the edges of a sender, in order, and not added atomically."""
+        return self.deterministic or self.compensated
 
     def shape(self, slot: str) -> tuple[int, ...]:
         """Shape of an array of one slot."""

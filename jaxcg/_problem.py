@@ -332,7 +332,7 @@ class TensorProduct:
             compensated: whether sums over edges (z, and gradients of x) carry along what rounding takes from them, so
                 that their error does not grow with the number of edges (Kahan, "Further remarks on reducing truncation
                 errors", 1965). For float32 on graphs with very many edges a node. Kernels then sum gradients of x as
-                with `deterministic`.
+                with `deterministic`. A sum that leaves the range of its dtype may end as NaN instead of infinity.
             impl: see `__call__`.
 
         Returns:

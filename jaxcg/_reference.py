@@ -287,24 +287,34 @@ def _add(total: _Total, index: Int[Array, " b"], rows: Float[Array, "b dim"]) ->
 def _add_compensated(total: _Total, index: Int[Array, " b"], rows: Float[Array, "b dim"]) -> _Total:
     """The same, with what rounding takes from the sum kept beside it.
 
-    The rows are cut at the last bits of a number above the sum of all their magnitudes, so that the sum of the upper
-    parts is exact in any order (Demmel and Nguyen, "Fast reproducible floating-point summation", 2013); the lower ones,
-    smaller by eps times the number of rows, are added up as they are. Then the exact sum is added to the total by
-    Knuth's error-free transformation (Ogita, Rump and Oishi, "Accurate sum and dot product", 2005, algorithm 4.3).
+    The rows of a receiver are cut at the last bits of a number above the sum of their magnitudes, so that the sum of
+    the upper parts is exact in any order (Demmel and Nguyen, "Fast reproducible floating-point summation", 2013); the
+    lower parts, smaller by eps times their number, are added up as they are. Then the exact sum is added to the total
+    by Knuth's error-free transformation (Ogita, Rump and Oishi, "Accurate sum and dot product", 2005, algorithm 4.3).
     """
     held, lost = total
-    largest = jnp.max(jnp.abs(rows), axis=0, initial=0)
-    cut = 4 * rows.shape[0] * jnp.exp2(jnp.ceil(jnp.log2(jnp.maximum(largest, jnp.finfo(rows.dtype).tiny))))
-    fits = jnp.isfinite(cut)
+    size = rows.shape[0]
+    # Receivers of this block, numbered: work and memory are those of the block, however many nodes there are.
+    order = jnp.argsort(index)
+    index, rows = index[order], rows[order]
+    number = jnp.cumsum(jnp.concatenate([jnp.zeros(1, bool), index[1:] != index[:-1]]))
+    to = jnp.full(size, held.shape[0], index.dtype).at[number].set(index)  # past the end: no receiver of this number
+    counts = jnp.zeros((size, 1), rows.dtype).at[number].add(1)
+    largest = jnp.zeros_like(rows).at[number].max(jnp.abs(rows))
+    cut = 4 * counts * jnp.exp2(jnp.ceil(jnp.log2(jnp.maximum(largest, jnp.finfo(rows.dtype).tiny))))
+    fits, cut = jnp.isfinite(cut)[number], cut[number]
     upper = jnp.where(fits, (cut + rows) - cut, rows)
     lower = jnp.where(fits, rows - upper, 0)
-    add = lambda part: jnp.zeros_like(held).at[index].add(part, mode="drop")  # noqa: E731
     # XLA turns the sum of an array and a scatter onto zeros into a scatter onto the array, if it may.
-    added, rest = jax.lax.optimization_barrier((add(upper), add(lower)))
-    new = held + added
-    of_added = new - held
-    error = (held - (new - of_added)) + (added - of_added)
-    return new, lost + (jnp.where(jnp.isfinite(new), error, 0) + rest)
+    added, rest = jax.lax.optimization_barrier(
+        tuple(jnp.zeros_like(rows).at[number].add(part) for part in (upper, lower))
+    )
+    old = jnp.take(held, to, axis=0, mode="clip")
+    new = old + added
+    of_added = new - old
+    error = (old - (new - of_added)) + (added - of_added)
+    error = jnp.where(jnp.isfinite(new), error, 0)
+    return held.at[to].set(new, mode="drop"), lost.at[to].add(error + rest, mode="drop")
 
 
 def evaluate(
@@ -325,7 +335,7 @@ def evaluate(
     Args:
         coupling: the resolved product.
         terms: what to compute.
-        senders: row of the x slot for each edge, negative for an absent edge; None: edge e uses row e.
+        senders: row of the x slot for each edge, for an absent edge the complement of one; None: edge e uses row e.
         receivers: row of the z slot for each edge, in range; None likewise.
         operands: x operands ``[num_x, dim_in1]``, y ``[num_rows, dim_in2]``, w ``[num_rows, weight_numel]`` or
             ``[weight_numel]``, z ``[num_z, dim_out]``.

@@ -149,15 +149,18 @@ def other_term_sets(weighted: bool = True) -> dict[str, TermSet]:
         derivative = _terms.jvp(terms, [True] * len(terms.operands))
         return _terms.prune(derivative, [True] * len(derivative.outputs))[0]
 
+    tangent = pushed(orders["forward"])
     return alone | {
-        "tangent": pushed(orders["forward"]),
+        "tangent": tangent,
+        # Two rows of z for each receiver, which no gradient of the three orders has.
+        "value_and_tangent": replace(tangent, outputs=(*orders["forward"].outputs, *tangent.outputs)),
         "tangent_of_gradients": pushed(orders["backward"]),
         "third_order": pushed(orders["double_backward"]),
     }
 
 
 def make_graph(case: Case, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Senders and receivers of a case, int32, in canonical form (absent edge: sender -1, receiver in range)."""
+    """Senders and receivers of a case, int32, in canonical form: absent edges have a complement as sender."""
     rng = np.random.default_rng(seed)
     n, e = case.nodes, case.edges
     senders, receivers = rng.integers(0, n, e), rng.integers(0, n, e)
@@ -166,14 +169,14 @@ def make_graph(case: Case, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     elif case.graph == "isolated":
         receivers = rng.choice([1, n // 2, n - 2], e)
     elif case.graph == "absent":
-        senders[:] = -1
+        senders = ~senders
     if case.graph in ("sorted", "single"):
         receivers = np.sort(receivers)
     if case.graph == "single":
         receivers = np.minimum(receivers, n - 2)
         receivers[-1] = n - 1
     elif case.graph == "random":
-        senders = np.where(rng.random(e) < 0.1, -1, senders)
+        senders = np.where(rng.random(e) < 0.1, ~senders, senders)
         senders[: e // 4] = receivers[: e // 4]
     return senders.astype(np.int32), receivers.astype(np.int32)
 

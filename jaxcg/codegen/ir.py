@@ -61,7 +61,7 @@ SIGNATURES = {
     "add": Signature((LANES,), LANES, accumulates=True),
     "fma": Signature((LANES, LANES), LANES, accumulates=True),
     "fma_scalar": Signature((SCALAR, LANES), LANES, accumulates=True),
-    # (what is added, what rounding has taken from the sum so far, which is updated too)
+    # (what is added, what rounding has taken from the sum so far). The second is an accumulator as well, and written.
     "add_compensated": Signature((LANES, LANES), LANES, accumulates=True),
     "dot": Signature((LANES, LANES), SCALAR, accumulates=True),
     "axpy": Signature((SCALAR,), SCALAR, accumulates=True),

@@ -5,8 +5,8 @@ by receiver. The teams divide this work evenly: each does a piece of a role, a c
 role ends, a piece of the next; it waits for no other team. In batches of up to 32 edges, lane b holds the indices of
 edge b and makes its row of M in shared memory. Accumulators of the current receiver stay in registers; each receiver is
 written once, without atomics. A receiver that a boundary between pieces cuts is written by the piece in which it
-starts; the parts of later pieces go to scratch rows, and a last launch adds them in order, so z does not depend on
-timing. (Sorted receivers and a fix-up of cut rows: Bharadwaj et al., arXiv:2501.13986, on fused graph convolution.)
+starts; the parts of later pieces go to scratch rows, and a last launch adds them in a fixed order, so z does not depend
+on timing. (Sorted receivers and a fix-up of cut rows: Bharadwaj et al., arXiv:2501.13986, on fused graph convolution.)
 """
 
 from math import gcd
@@ -93,7 +93,9 @@ def render_kernel(
 
 
 def render_fix_up(problem: Problem, schedule: Schedule, columns: list[list[tuple[int, int]]], name: str) -> list[str]:
-    """The kernel that adds the scratch rows of receivers cut by boundaries between pieces, in order of edges.
+    """The kernel that adds the scratch rows of receivers cut by boundaries between pieces.
+
+    In order of edges; of more than 32 pieces, every 16th together and then these sums.
 
     Args:
         problem: what is computed.

@@ -49,8 +49,8 @@ def write_z(layout: RoleLayout, target: str, table: ZTable, zero: bool = False) 
             lines.append("__syncwarp();  // all lanes are done with the path before")
         lines += layout.move("store", "Shared", "transit", names)
         lines += ["__syncwarp();", f"move_run<true, {width}>({start}, transit, {_run(layout, components)}, lane);"]
-    if layout.problem.outputs("y") and not zero:
-        lines.append("__syncwarp();  // sums of y gradients take the same way")
+    if not zero and (layout.problem.outputs("y") or len(layout.problem.outputs("z")) > 1):
+        lines.append("__syncwarp();  // the next row of z, or sums of y gradients, take the same way")
     return lines
 
 

@@ -113,9 +113,9 @@ def custom_call(call: Call, terms: TermSet, compiler: Compiler) -> Callable[...,
 
     Returns:
         A function to be lowered in place of the primitive: one ``jaxcg_launch`` custom call, or two if gradients of x
-        are wanted bit by bit. Scratch memory is a result that is dropped, so XLA owns it.
+        are summed sender by sender. Scratch memory is a result that is dropped, so XLA owns it.
     """
-    if (call.deterministic or call.compensated) and call.indexed and any(out.slot == "x" for out in terms.outputs):
+    if call.sums_by_sender and call.indexed and any(out.slot == "x" for out in terms.outputs):
         return partial(_without_atomics, call, terms, compiler)
     if call.by_sender:
         plain = custom_call(replace(call, by_sender=False), terms, compiler)
@@ -173,11 +173,12 @@ def _without_atomics(call: Call, terms: TermSet, compiler: Compiler, *operands: 
     is_x = [out.slot == "x" for out in terms.outputs]
     mine = indices[: plain.num_indices]
     others = part([not x for x in is_x], lambda smaller: custom_call(plain, smaller, compiler), *mine)
-    present = indices[0] >= 0
-    senders, receivers = jnp.where(present, indices[1], -1), jnp.where(present, indices[0], ~indices[0])
-    order = indices[3] if call.by_sender else jnp.argsort(receivers, stable=True).astype(jnp.int32)
+    senders, receivers = indices[:2]
+    present = senders >= 0
+    sources, targets = jnp.where(present, receivers, ~receivers), jnp.where(present, senders, ~senders)
+    order = indices[3] if call.by_sender else jnp.argsort(targets, stable=True).astype(jnp.int32)
     turned = replace(plain, exchanged=True, ordered=True, num_x=call.num_z, num_z=call.num_x)
-    slots = part(is_x, lambda smaller: custom_call(turned, exchange(smaller), compiler), senders, receivers, order)
+    slots = part(is_x, lambda smaller: custom_call(turned, exchange(smaller), compiler), sources, targets, order)
     gradients, rest = (_sum_slots(call.coupling, slot) for slot in slots), iter(others)
     return [next(gradients) if x else next(rest) for x in is_x]
 

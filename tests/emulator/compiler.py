@@ -1,10 +1,10 @@
 """Kernel text to programs for the CPU: shared objects for the handler, executables with a sanitizer."""
 
-import contextlib
 import hashlib
 import os
 import platform
 import re
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -161,8 +161,10 @@ def _precompiled(flags: tuple[str, ...], headers: tuple[Path, ...]) -> Path:
     compiled = compile_once(".gch", [*flags, f"-I{SOURCES}", "-x", "c++-header"], headers[:1], headers[1:])
     folder = compiled.with_suffix(".headers")
     folder.mkdir(exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        os.link(compiled, folder / f"{headers[0].name}.gch")
+    place = folder / f"{headers[0].name}.gch"
+    if not place.exists():
+        with tempfile.TemporaryDirectory(dir=cache_directory()) as scratch:
+            os.replace(shutil.copyfile(compiled, Path(scratch) / "made"), place)
     return folder
 
 

@@ -207,7 +207,7 @@ __device__ __forceinline__ void jaxcg_0_role_0(const Args& args, unsigned char* 
       Shared::store(transit + 0 + lane * 1, 32, left, acc3_p0_k0);
       __syncwarp();
       move_run<true, 4>(to3 + 0 + 64 * chunk, transit, (left + lane < 64 ? left + lane : 64) * 1, lane);
-      __syncwarp();  // sums of y gradients take the same way
+      __syncwarp();  // the next row of z, or sums of y gradients, take the same way
       {
         T v[4] = {gy1_j0, gy1_j1, gy1_j2, T(0)};
         const T total = transpose_sum<4, 16>(v, lane);

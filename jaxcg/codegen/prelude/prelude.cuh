@@ -3,7 +3,7 @@
 
 namespace jaxcg {
 
-// The channels that one lane holds: channel u + 32 * t for t in [0, C), so that a warp's loads are contiguous.
+// The channels that one lane holds: neighbours u + t (packed), or u + 32 * t (strided), for t in [0, C).
 template <class T, int C>
 struct Lanes {
   T v[C];
@@ -92,7 +92,7 @@ __device__ __forceinline__ Lanes<T, C> zeros() {
 }
 
 // Where lane values live in memory. Packed: the C channels of a lane side by side, moved by one vector access.
-// Strided: channel t at t * step, for layouts where lane neighbours must be memory neighbours. `left` is the number of
+// Strided: channel t at t * step, where multiplicities or offsets forbid that. `left` is the number of
 // channels from this lane's first to the end of the block: channel t exists if 32 t < left. FULL: all exist.
 template <bool PACKED, bool FULL, int C>
 struct Access {};
