@@ -32,10 +32,12 @@ CASES = {
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_found(name: str, order: str, sanitizer: Sanitizer) -> None:
+    # A race shows in any order of threads; an access out of bounds may need one of many blocks.
+    runs = [("forward", 1 if name == "teams" else 3)]
+    if sanitizer == "address" and name != "teams":
+        runs.append(("shuffled", 100))
     with emulator.emulated(emulator.sanitized_image(sanitizer)):
-        check(
-            CASES[name], order, "float32", [("forward", 1)] if name == "teams" else [("forward", 3), ("shuffled", 100)]
-        )
+        check(CASES[name], order, "float32", runs)
 
 
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
