@@ -23,6 +23,7 @@ def check(result: nequip_swap.Comparison, dtype: type) -> None:
     assert np.all(np.abs(result.forces).max(axis=1) > 1e-3)
 
 
+@pytest.mark.slow  # the same in float64 runs by default
 def test_float32_is_equal_to_rounding() -> None:
     check(nequip_swap.compare(jnp.float32), jnp.float32)
 

@@ -1,7 +1,7 @@
 """Every kernel of every product at full multiplicity, compiled by NVRTC: registers, spills, launches.
 
-float32 for sm_90 by default, float64, sm_80 and sm_100 for a few products; all of them, and the orders of the largest
-products whose kernels take long, with ``--slow`` (ten more minutes).
+float32 for sm_90 by default, float64, sm_80 and sm_100 for a few products; all of them, and the largest products, whose
+kernels take long, with ``--slow`` (ten more minutes).
 """
 
 import json
@@ -21,8 +21,8 @@ from tests._cases import LONG, ODD, ORDERS, PRODUCTS, make_call, term_sets
 
 TARGETS = nvrtc.EXPORT_TARGETS
 CASES = {case.name: case for case in PRODUCTS}
-# In float64 and on the other architectures too: ragged, with vector accesses, and many paths.
-EVERYWHERE = ("mace-first", "sevennet-0-main", "nequip-water")
+# In float64 and on the other architectures too: with vector accesses, and many paths.
+EVERYWHERE = ("mace-first", "sevennet-0-first", "nequip-water")
 # Of all kernels of a call together, whatever the compiler's version.
 MOST_SPILLED = 2048
 SPILLS = Path(__file__).parents[1] / "golden" / "spills.json"
@@ -73,7 +73,7 @@ def every_key() -> Iterator[object]:
         for order in ORDERS:
             for dtype in ("float32", "float64"):
                 for target in TARGETS:
-                    slow = name in LONG and order != "forward"
+                    slow = name in LONG
                     slow |= (dtype, target) != ("float32", "sm_90") and name not in EVERYWHERE
                     slow |= dtype == "float64" and target != "sm_90"
                     yield pytest.param(name, order, dtype, target, marks=[pytest.mark.slow] if slow else [])
