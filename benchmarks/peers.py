@@ -104,14 +104,19 @@ def jaxcg(
     nodes: int,
     layout: Literal["mul_ir", "ir_mul"] = "ir_mul",
     impl: Literal["cuda", "xla"] = "cuda",
+    options: Sequence[str] = ("receivers_sorted",),
 ) -> Convolution:
-    """Ours."""
-    from jaxcg import TensorProduct
+    """Ours, with some options of `convolve` on. It takes an order of edges after the indices."""
+    from jaxcg import EdgeOrder, TensorProduct
 
     tp = TensorProduct.channelwise(product.in1, product.in2, product.out, layout=layout)
+    flags: dict[str, Any] = dict.fromkeys(options, True)
 
-    def apply(x: jax.Array, y: jax.Array, w: jax.Array, senders: jax.Array, receivers: jax.Array) -> jax.Array:
-        return tp.convolve(x, y, w, senders, receivers, num_nodes=nodes, receivers_sorted=True, impl=impl)
+    def apply(
+        x: jax.Array, y: jax.Array, w: jax.Array, senders: jax.Array, receivers: jax.Array, *orders: jax.Array
+    ) -> jax.Array:
+        order = EdgeOrder(*orders) if orders else None
+        return tp.convolve(x, y, w, senders, receivers, num_nodes=nodes, edge_order=order, impl=impl, **flags)
 
     return Convolution("jaxcg", apply, _described(tp, product))
 

@@ -29,7 +29,7 @@ from checks import derivative
 from timing import calls_for, looped, measure
 from workloads import ORDERS, SLOT, Graph, Product, floor_ms, graphs, operand_shapes, products
 
-from jaxcg import EdgeOrder, TensorProduct, sort_edges
+from jaxcg import sort_edges
 
 # Senders and receivers; then, for an order of edges, what sort_edges made of them.
 Indices = Callable[[Graph], tuple[np.ndarray, ...]]
@@ -91,15 +91,13 @@ class Case:
     options: tuple[str, ...] = ("receivers_sorted",)
     orders: tuple[str, ...] = ("forward", "backward", "double")
 
-    def apply(self, x: Any, y: Any, w: Any, senders: Any, receivers: Any, *orders: Any) -> jax.Array:
+    @property
+    def apply(self) -> peers.Apply:
         """The convolution."""
-        tp = TensorProduct.channelwise(self.product.in1, self.product.in2, self.product.out, layout="ir_mul")
-        options: dict[str, Any] = dict.fromkeys(self.options, True)
-        if orders:
-            options["edge_order"] = EdgeOrder(*orders)
-        return tp.convolve(x, y, w, senders, receivers, num_nodes=self.graph.nodes, impl="cuda", **options)
+        return peers.jaxcg(self.product, DTYPE, self.graph.nodes, options=self.options).apply
 
 
+DTYPE = "float32"
 MACE = products()["mace-large"]
 RAGGED = Product("ragged", "128x0e+64x1o+32x2e", MACE.in2, MACE.out)
 ODD = Product("multiplicity 100", "100x0e+100x1o+100x2e", MACE.in2, MACE.out)
@@ -119,7 +117,6 @@ CASES = (
     Case("deterministic, with an order", MACE, DHFR, with_order, ("deterministic",), ("backward", "double")),
     Case("compensated", MACE, DHFR, options=("receivers_sorted", "compensated")),
 )
-DTYPE = "float32"
 
 
 def compile_case(case: Case, order: str) -> tuple[Any, int]:

@@ -37,9 +37,9 @@ def sort_edges(senders: Int[Array, " edge"], receivers: Int[Array, " edge"], num
     """Order edges by receiver, and by sender.
 
     The kernels sum onto each receiver once, which needs the edges of a receiver to follow each other. They read
-    edge e through this order, so no per-edge array is moved in memory. Gradients that must repeat bit by bit do the
-    same with senders, which doubles the cost (0.14 ms for both and 60,000 edges on an H200); compiled, the order that
-    nobody reads is left out.
+    edge e through this order, so no per-edge array is moved in memory. Gradients that are summed sender by sender do
+    the same with the order by sender. (Both orders of 56,000 edges: 0.14 ms on an H200.) Within a compiled function the
+    one that nobody reads costs nothing.
 
     Args:
         senders: ``[num_edges]`` integers.

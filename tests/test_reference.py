@@ -168,7 +168,7 @@ def test_constructors_without_weights_equal_e3nn() -> None:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["weights-of-edges", "shared-weights"])
 @pytest.mark.parametrize("name", ["uvu", "uvw", "mixed"])
-@pytest.mark.parametrize("rows", [1, 4], ids=lambda rows: f"blocks-of-{rows}")
+@pytest.mark.parametrize("rows", [1, 4, 5], ids=lambda rows: f"blocks-of-{rows}")
 def test_the_loop_over_blocks(rows: int, name: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # 13 edges: a last block that is moved back over edges already done, or none; every sum counts each edge once.
     problem = Problem.random(products()[name], edges=13, shared=shared)

@@ -182,4 +182,5 @@ def plan_shared(coupling: Coupling, terms: TermSet, launch: "Launch") -> SharedP
     for group, size in zip(groups, ring_sizes, strict=True):
         rings.append(at)
         at += group.teams * group.chunks * size
+    assert at == total_elements(list(zip(groups, rooms, strict=True)), launch.batch, launch.stages)
     return SharedPlan(tuple(tables), table_sizes, tuple(transits), transit_sizes, tuple(rings), ring_sizes, at)

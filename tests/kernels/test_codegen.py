@@ -289,12 +289,12 @@ def test_an_x_block_of_very_many_paths_has_a_schedule() -> None:
     assert sorted(done) == list(range(700))
 
 
-def test_schedules_give_all_work_to_teams_that_exist() -> None:
+@pytest.mark.parametrize("shared", [48, 99, 227])
+def test_schedules_give_all_work_to_teams_that_exist(shared: int) -> None:
     """Every path for every channel, once; the roles of a group divide its teams without gap or overlap."""
-    for number, case in enumerate(CASES):
+    limits = DeviceLimits(shared_bytes=1024 * shared, shared_total=1024 * (shared + 1))
+    for case in CASES:
         coupling = make_call(case).coupling
-        shared = (48, 99, 227)[number % 3]
-        limits = DeviceLimits(shared_bytes=1024 * shared, shared_total=1024 * (shared + 1))
         for terms in term_sets(case.weighted).values():
             for itemsize in (4, 8):
                 done: dict[int, list[tuple[int, int]]] = {}

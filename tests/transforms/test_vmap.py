@@ -1,6 +1,7 @@
 """Batching: every combination of batched arguments, nested, of derivatives, empty batches."""
 
 import itertools
+from collections.abc import Iterator
 from functools import partial
 
 import jax
@@ -14,8 +15,9 @@ from tests._oracle import SCALARS, SMALL, WIDE, Problem, assert_close, assert_no
 
 NAMES = ("x", "y", "w", "senders", "receivers")
 COMBINATIONS = [axes for axes in itertools.product([None, 0], repeat=5) if any(a is not None for a in axes)]
-# One argument, all but one, and all: where the rule that all share is met in another product or another size.
+# One argument, all but one, and all; the others of most products and sizes with --slow.
 FEW = [axes for axes in COMBINATIONS if sum(a is not None for a in axes) in (1, 4, 5)]
+REST = [axes for axes in COMBINATIONS if axes not in FEW]
 
 
 # Shared weights of a channelwise product are factored out of the sum over edges; others stay inside, and a batch of
@@ -46,11 +48,20 @@ def value_and_gradients(tp: jaxcg.TensorProduct, *arguments: jax.Array) -> tuple
     return z, *pull(jnp.cos(jnp.arange(z.size, dtype=z.dtype)).reshape(z.shape))
 
 
-@pytest.mark.parametrize(("tp", "shared", "size"), BATCHES.values(), ids=BATCHES)
-def test_every_combination_of_batched_arguments(tp: jaxcg.TensorProduct, shared: bool, size: int) -> None:
+def every_batch() -> Iterator[object]:
+    for name, batch in BATCHES.items():
+        slow = [] if name == "weights-of-edges" else [pytest.mark.slow]
+        yield pytest.param(*batch, FEW, id=name)
+        yield pytest.param(*batch, REST, id=f"{name}-rest", marks=slow)
+
+
+@pytest.mark.parametrize("tp, shared, size, combinations", every_batch())
+def test_every_combination_of_batched_arguments(
+    tp: jaxcg.TensorProduct, shared: bool, size: int, combinations: list[tuple[int | None, ...]]
+) -> None:
     entries = stacked(tp, shared, max(size, 1))
     one = jax.jit(partial(value_and_gradients, tp))
-    for axes in COMBINATIONS if tp is SCALARS and size > 1 and not shared else FEW:
+    for axes in combinations:
         arrays = [
             entries[0][n] if axis is None else jnp.stack([entry[n] for entry in entries]) for n, axis in enumerate(axes)
         ]
